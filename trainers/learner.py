@@ -62,22 +62,21 @@ class Learner(nn.Module):
         super().__init__()
         if on_policy is not None:
             check_on_policy(on_policy["kind"], drafter)
-        self.on_policy = on_policy
-        depth = drafter.max_depth or depth  # a drafter with one head per depth trains all of them: an untrained one would guess nonsense
-        self.drafter, self.decay, self.chunk, self.weighting, self.base_until = drafter, decay, chunk, weighting, base_until
-        self.constants, self.detach = constants, detach
         if detach and drafter.anchors:
             raise UserError("loss.detach is for drafters whose depths read the states of the depths before: this one makes all in one pass")
         if not drafter.unrolls and (detach or weighting != "decay"):
-            said, instead = ("detach=true", "detach=false") if detach else (f"weighting={weighting}", "weighting=decay")
-            raise UserError(f"loss.{said} is of chains of guesses, {drafter.config['head']} is trained on single ones: take loss.{instead}")
-        self.depth, self.asked = (depth if drafter.unrolls else 1), depth
+            what, instead = ("detach=true", "detach=false") if detach else (f"weighting={weighting}", "weighting=decay")
+            raise UserError(f"loss.{what} is of chains of guesses, {drafter.config['head']} is trained on single ones: take loss.{instead}")
+        check_loss(terms, weighting, constants)
+        check_kernel(kernel, terms, next(drafter.parameters()).device)
+        self.drafter, self.decay, self.chunk, self.weighting, self.base_until = drafter, decay, chunk, weighting, base_until
+        self.constants, self.detach, self.on_policy, self.kernel = constants, detach, on_policy, kernel
+        # a drafter with one head per depth trains all of them: an untrained one would guess nonsense
+        self.asked = drafter.max_depth or depth  # guesses of a chain
+        self.depth = self.asked if drafter.unrolls else 1  # depths that are trained
         self.beside = {name: terms[name] for name in BESIDE if terms.get(name)}
         self.terms = {name: weight for name, weight in terms.items() if name not in BESIDE}
-        self.kernel = kernel
-        check_loss(terms, weighting, constants)
         self.share = (0, 1)  # (rank, number of processes): which rows of a step this process has
-        check_kernel(kernel, terms, next(drafter.parameters()).device)
         self.checkpointing = False  # gradient checkpointing of the drafter's depths (heads/unroll.py)
         self.also: dict[str, float] = {}  # further figures of the last forward, for the curves
 
@@ -169,16 +168,16 @@ class Learner(nn.Module):
             backbone = [u.parts(h)[0] for u, h in zip(unembeddings, hidden, strict=True)]
             plain = loss_of(backbone, [u.uncorrected() for u in unembeddings])
             out.loss_sum = (1 - base) * out.loss_sum + base * plain.loss_sum
+        confidences = [draft.confidence_BN for draft in drafts]
         if confident:
-            said = [draft.confidence_BN for draft in drafts]
-            if any(c is None for c in said):
+            if any(c is None for c in confidences):
                 raise UserError("loss.terms.confidence needs a drafter that says how sure it is: this one does not")
             masks = [mask.to(device) for mask in supervised]
-            sure = confidence_loss(said, out.alpha_KBT, masks, self.decay, ask_BA)  # type: ignore[arg-type]
+            sure = confidence_loss(confidences, out.alpha_KBT, masks, self.decay, ask_BA)  # type: ignore[arg-type]
             out.loss_sum = out.loss_sum + self.beside["confidence"] * sure
-        elif any(draft.confidence_BN is not None for draft in drafts):  # unused; but DistributedDataParallel waits for its gradient
-            out.loss_sum = out.loss_sum + 0.0 * sum(draft.confidence_BN.sum() for draft in drafts if draft.confidence_BN is not None)
-        if figures and self.asked > self.depth:  # for figures: a deeper guess equals a later root's guess of depth 1
+        elif unused := [c.sum() for c in confidences if c is not None]:  # DistributedDataParallel waits for their gradient
+            out.loss_sum = out.loss_sum + 0.0 * sum(unused)
+        if figures and self.asked > self.depth:  # a deeper guess equals a later root's guess of depth 1
             later = [torch.roll(out.match_KBT[0], -d, dims=-1) & batch.supervised(d + 1) for d in range(self.asked)]
             out.match_KBT = torch.stack(later)
         if "feature" in self.beside:
@@ -205,7 +204,8 @@ class Learner(nn.Module):
             walked = Walk(rounds, rounds + int(reached_K.sum()), reached_K.tolist())
         seen.walked.add(walked)
         seen.means.add(out, self.decay)
-        return {"expected_length": seen.walked.expected_length, **_shares(seen.walked, "train"), **seen.means.figures("train"), **self.also}
+        by_depths = _acceptance(seen.walked, "train") | seen.means.figures("train")
+        return {"expected_length": seen.walked.expected_length, **by_depths, **self.also}
 
 
 @torch.no_grad()
@@ -228,11 +228,12 @@ def evaluate(learner: Learner, batches: list[TargetBatch], depth: int | None = N
         assert match_KBT is not None
         walked.add(walk_rows(match_KBT[:depth].cpu(), batch.supervised(1)))
     learner.train(training)
-    more = _shares(walked, "heldout") | means.figures("heldout")
-    return {"heldout_loss": loss / max(count, 1.0), "heldout_expected_length": walked.tokens / max(walked.rounds, 1), **more}
+    by_depths = _acceptance(walked, "heldout") | means.figures("heldout")
+    return {"heldout_loss": loss / max(count, 1.0), "heldout_expected_length": walked.expected_length, **by_depths}
 
 
-def _shares(walked: Walk, where: str) -> dict[str, float]:
+def _acceptance(walked: Walk, where: str) -> dict[str, float]:
+    """For each depth the share of rounds in which its guess and all before it are right."""
     return by_depth([reached / max(walked.rounds, 1) for reached in walked.reached], where, "acceptance")
 
 

@@ -12,7 +12,7 @@ hidden, C positions of a chunk, R draft rows of a chunk, S positions of a strip,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -86,8 +86,7 @@ def fused_loss(
         ends = replace(ends, head_VD=ends.head_VD.to(final_BTD.dtype), times=times)  # cast once, not in every chunk
     # x[p+1], the token in the data that the teacher at p predicts
     data_P = F.pad(tokens_BT[:, 1:], (0, 1)).flatten()
-
-    in_kernel = _in_kernel(kernel_of(kernel, terms, device), constants)
+    by = kernel_of(kernel, terms, device)
 
     def walk(sums: _Sums) -> LossOut:
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
@@ -97,18 +96,20 @@ def fused_loss(
 
     if weigh is not None and torch.is_grad_enabled():
         # the weight of a guess depends on the other depths of its root, which lie in other chunks: a first pass without gradients
-        looked = walk(_Sums([h.detach() for h in hidden], unembeddings, parts, tokens_BT.shape, [], weight_KP, True, ask_BA, in_kernel({})))
+        shape, no_terms = tokens_BT.shape, _in_kernel(by, {}, constants)
+        looked = walk(_Sums([h.detach() for h in hidden], unembeddings, parts, shape, [], weight_KP, True, ask_BA, no_terms))
         weight_KP = weight_KP * weigh(looked.alpha_KBT, looked.true_KBT, supervised_KBT.to(device)).flatten(1)
-    return walk(_Sums(hidden, unembeddings, parts, tokens_BT.shape, weighed, weight_KP, figures, ask_BA, in_kernel(terms)))
+    in_kernel = _in_kernel(by, terms, constants)
+    return walk(_Sums(hidden, unembeddings, parts, tokens_BT.shape, weighed, weight_KP, figures, ask_BA, in_kernel))
 
 
-def _in_kernel(kernel: str, constants: Constants) -> Callable[[Mapping[str, float]], Any]:
-    """Terms as trainers/kernel.py takes them; None where it is not to compute the loss."""
-    if kernel != "triton":
-        return lambda terms: None
+def _in_kernel(by: str, terms: Mapping[str, float], constants: Constants) -> Any:
+    """The terms as trainers/kernel.py takes them; None where torch computes the loss."""
+    if by == "torch":
+        return None
     from headstart.trainers.kernel import Weights
 
-    return lambda terms: Weights.of(terms, constants)
+    return Weights.of(terms, constants)
 
 
 def confidence_loss(logits: list[Tensor], alpha_KBT: Tensor, supervised: list[Tensor], decay: float, ask_BA: Tensor | None) -> Tensor:
@@ -171,6 +172,7 @@ class _Sums:
         self.groups: dict[tuple[int, ...], tuple[Unembedding, list[int]]] = {}
         for k, u in enumerate(unembeddings):
             self.groups.setdefault((*map(id, u.blocks), id(u.ids_V)), (u, []))[1].append(k)
+        self.vocabularies = {id(u.ids_V): u.ids_V for u in unembeddings}
         # the buffer for the logits of every chunk
         numbers = max((sum(part.counts_K) for part in parts), default=0) * max(len(u.weight_VH) for u in unembeddings)
         self.room = torch.empty(numbers, dtype=self.dtype, device=device)
@@ -212,8 +214,7 @@ class _Sums:
     ) -> None:
         from headstart.trainers.kernel import Said, judge
 
-        vocabularies = {id(u.ids_V): u.ids_V for u, _ in self.groups.values()}
-        said = {key: Said.of(said_CV, data_C, ids_V) for key, ids_V in vocabularies.items()}
+        said = {key: Said.of(said_CV, data_C, ids_V) for key, ids_V in self.vocabularies.items()}
         for unembedding, depths in self.groups.values():
             for k in depths:
                 about = (said[id(unembedding.ids_V)], places[k], self.weight_KP[k, roots[k]], self.in_kernel, self.grad)
@@ -228,31 +229,30 @@ class _Sums:
         done_K = [0] * len(roots)
         for positions, counts_K in chunk.strips:
             log_p_SV = F.log_softmax(wide(said_CV[positions]), dim=-1)
-            vocabularies = {id(u.ids_V): u.ids_V for u, _ in self.groups.values()}
-            teachers = {key: Teacher.of(log_p_SV, data_C[positions], ids_V) for key, ids_V in vocabularies.items()}
+            teachers = {key: Teacher.of(log_p_SV, data_C[positions], ids_V) for key, ids_V in self.vocabularies.items()}
             for unembedding, depths in self.groups.values():
                 for k in (k for k in depths if counts_K[k]):
                     rows = slice(done_K[k], done_K[k] + counts_K[k])
-                    said = teachers[id(unembedding.ids_V)]
+                    teacher = teachers[id(unembedding.ids_V)]
                     if counts_K[k] < positions.stop - positions.start:
-                        said = said.at(places[k][rows] - positions.start)
-                    self._loss(k, roots[k][rows], logits[k][rows], said)
+                        teacher = teacher.at(places[k][rows] - positions.start)
+                    self._loss(k, roots[k][rows], logits[k][rows], teacher)
                     done_K[k] = rows.stop
 
-    def _loss(self, k: int, root_R: Tensor, logits_RV: Tensor, said: Teacher) -> None:
+    def _loss(self, k: int, root_R: Tensor, logits_RV: Tensor, teacher: Teacher) -> None:
         """Add the loss of some guesses of depth k+1 and overwrite their logits with the gradient."""
         if self.figures:
-            self.match_KP[k, root_R] = logits_RV.argmax(-1) == said.best_C
+            self.match_KP[k, root_R] = logits_RV.argmax(-1) == teacher.best_C
         leaf_RV = wide(logits_RV.detach()).requires_grad_(self.grad)
         with torch.set_grad_enabled(self.grad):
             log_q_RV = F.log_softmax(leaf_RV, dim=-1)
             zero_R = leaf_RV.new_zeros(len(leaf_RV))
-            loss_R = sum((weight * divergence(log_q_RV, said) for weight, divergence in self.terms), zero_R)
+            loss_R = sum((weight * divergence(log_q_RV, teacher) for weight, divergence in self.terms), zero_R)
             loss = (self.weight_KP[k, root_R] * loss_R).sum()
         self.loss_K[k] += loss.detach()
         if self.figures:
-            self.alpha_KP[k, root_R] = overlap(log_q_RV.detach(), said)
-            self.true_KP[k, root_R] = torch.exp(-nll(log_q_RV.detach(), said.data_C)) * (said.data_C >= 0)
+            self.alpha_KP[k, root_R] = overlap(log_q_RV.detach(), teacher)
+            self.true_KP[k, root_R] = torch.exp(-nll(log_q_RV.detach(), teacher.data_C)) * (teacher.data_C >= 0)
         if self.grad:
             logits_RV.copy_(torch.autograd.grad(loss, leaf_RV)[0])
 
