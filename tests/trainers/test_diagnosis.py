@@ -7,15 +7,18 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import causes
 from headstart.heads import hub
 from headstart.inference.decoding.target import Target
 from headstart.inference.speculator import load_attached
 from headstart.trainers import diagnosis
-from headstart.trainers.diagnosis import CURES, Case, diagnose, lines
+from headstart.trainers.diagnosis import CURES, Case, diagnose, lines, serving
 from tests.doors import call
 
 ASSETS = Path(__file__).parents[2] / "assets"
@@ -55,6 +58,21 @@ def test_what_is_planted_is_named(key: str) -> None:
     found = diagnose(planted)
     assert {each.cause for each in found} == {CURES[key][0]} and all(each.evidence and each.cure == CURES[key][1] for each in found)
     assert any(CURES[key][0] in line for line in lines(found))
+
+
+def test_weights_that_are_no_numbers_are_a_stale_export() -> None:
+    """Whichever tensor it is: a comparison with NaN says nothing."""
+    names = list(healthy().drafter.state_dict())
+    for name in (names[0], names[-1]):
+        weights = {k: torch.full_like(x, torch.nan) if k == name else x for k, x in healthy().drafter.state_dict().items()}
+        drafter: Any = SimpleNamespace(state_dict=lambda weights=weights: weights)
+        (found,) = serving.stale(replace(healthy(), drafter=drafter))
+        assert found.cause == CURES["export"][0] and f"1 of {len(names)} tensors" in found.evidence
+        assert found.evidence.endswith(f"{name} holds values that are not finite")
+
+
+def test_rows_without_prompts_are_looked_at_alone() -> None:
+    assert diagnose(replace(healthy(), prompts=[])) == []
 
 
 @pytest.mark.slow

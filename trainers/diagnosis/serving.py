@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -27,15 +28,17 @@ def stale(case: Case) -> list[Finding]:
     own, off = case.drafter.state_dict(), []
     for name, tensor in case.live.items():
         if name in own and own[name].shape == tensor.shape and tensor.is_floating_point():
-            theirs = tensor.float().cpu()
-            off.append((float((own[name].float().cpu() - theirs).norm() / theirs.norm().clamp(min=1e-12)), name))
+            ours, theirs = own[name].float().cpu(), tensor.float().cpu()
+            apart = float((ours - theirs).norm() / theirs.norm().clamp(min=1e-12))
+            off.append((apart if isfinite(apart) else inf, name))  # NaN could not be compared
     if not off or max(off)[0] <= ROUNDED:
         return []
     worst, name = max(off)
     step = f" of step {case.known['step']}" if "step" in case.known else ""
     where = case.folder or "the exported folder"
+    how = f"differs by {worst:.0%} of its norm" if isfinite(worst) else "holds values that are not finite"
     many = f"{sum(x > ROUNDED for x, _ in off)} of {len(off)} tensors in {where} are not those of the training{step}"
-    return [Finding.of("export", f"{many}: {name} differs by {worst:.0%} of its norm")]
+    return [Finding.of("export", f"{many}: {name} {how}")]
 
 
 def typed(case: Case) -> list[Finding]:

@@ -89,7 +89,7 @@ def template(case: Case) -> list[Finding]:
             break
         common = best
     here = sum(tuple(p[-len(common) :]) == common for p in case.prompts) / max(len(case.prompts), 1)
-    if len(common) < 2 or here > HARDLY:
+    if len(common) < 2 or not case.prompts or here > HARDLY:
         return []
     ends_in = case.text(case.prompts[0][-len(common) :])
     return [Finding.of("template", f"in the training answers stand behind {case.text(common)}, the prompts end in {ends_in}")]
@@ -99,7 +99,7 @@ def tokenizer(case: Case) -> list[Finding]:
     """Whether the rows were made with another tokenizer than the target's: by the first token, and by tokenizing their text again."""
     found = [d.tokens for d in documents(case.rows) if d.whole][:LOOKED]
     first = getattr(case.target.tokenizer, "bos_token_id", None)
-    if found and first is not None:
+    if found and case.prompts and first is not None:
         theirs, ours = (sum(list(t[:1]) == [first] for t in some) / len(some) for some in (found, case.prompts))
         if min(theirs, ours) <= 1 - NEARLY and max(theirs, ours) >= NEARLY:
             evidence = f"{theirs:.0%} of the training's documents begin with {case.text([first])}, {ours:.0%} of the prompts"
