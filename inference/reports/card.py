@@ -113,10 +113,13 @@ def renewed(
     ours = {figures: _figures(report), "serving": _serving(report)}
     if settings is not None or not earlier:
         ours = {title: _about(report, block, settings or {})} | ours
-    front, body = _front_matter(earlier)
+    keys, head, body = _front_matter(earlier)
     library = "transformers" if block.get("format") == "causal_lm" else OURS.lower()  # the library that can load the folder alone
-    front = {"base_model": base or report["target"], "library_name": library, "pipeline_tag": "text-generation"} | front
-    front.setdefault("tags", ["speculative-decoding", OURS.lower(), str(block.get("head"))])
+    wanted = {"base_model": base or report["target"], "library_name": library, "pipeline_tag": "text-generation",
+              "tags": ["speculative-decoding", OURS.lower(), str(block.get("head"))]}  # fmt: skip
+    if added := {key: value for key, value in wanted.items() if key not in keys}:
+        head += yaml.safe_dump(added, sort_keys=False, allow_unicode=True)
+    head += LICENCE * ("license" not in keys and LICENCE not in head)
 
     def renew(found: re.Match[str]) -> str:
         name = found[1]
@@ -128,25 +131,27 @@ def renewed(
     if figures in ours and (at := body.find("<!-- headstart: serving -->")) >= 0:  # figures go before this block
         body = body[:at] + _marked(figures, ours.pop(figures)) + "\n" + body[at:]
     body = "\n".join([body.strip("\n"), *(_marked(name, text) for name, text in ours.items())]).strip("\n")
-    return f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}{'' if 'license' in front else LICENCE}---\n\n{body}\n"
+    return f"---\n{head}---\n\n{body}\n"
 
 
 def _marked(name: str, text: str) -> str:
     return f"<!-- headstart: {name} -->\n{text.strip()}\n<!-- headstart: end -->\n"
 
 
-def _front_matter(text: str) -> tuple[dict[str, Any], str]:
-    """The YAML at the head of a card, and the rest of its text. Raises ValueError where the YAML cannot be read."""
+def _front_matter(text: str) -> tuple[dict[str, Any], str, str]:
+    """The YAML at the head of a card, read and as it stands, and the rest of the card's text. Raises ValueError where the YAML cannot be
+    read.
+    """
     found = re.match(r"---\n(.*?)^---\n", text, re.DOTALL | re.MULTILINE)
     if not found:
-        return {}, text
+        return {}, "", text
     try:
         front = yaml.safe_load(found[1]) or {}
     except yaml.YAMLError as e:
         raise ValueError(f"its front matter is no YAML: {e}") from e
     if not isinstance(front, dict):
         raise ValueError("its front matter is no dictionary")
-    return front, text[found.end() :]
+    return front, found[1], text[found.end() :]
 
 
 def _plain(text: str) -> str:
@@ -158,10 +163,11 @@ def _about(report: Report, block: Mapping[str, Any], settings: Mapping[str, Any]
     head, loss, trainer, data = (settings.get(k) or {} for k in ("head", "loss", "trainer", "data"))
     shape = block.get("target") or {}
     given = {k: v for k, v in (head or block.get("arguments", {})).items() if v is not None and k != "name"}
+    path = f"; path `{Path(str(data['path'])).name}`" if data.get("path") else ""
     facts = {
         "drafter": f"`{report['head']}`, {report['drafter_parameters']:,} weights" + (f"; {_short(given)}" if given else ""),
         "target": f"`{report['target']}`: " + ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in shape.items() if k != "tokenizer"),
-        "data": "; ".join([f"`{data['name']}`", *(f"{k} `{Path(str(data[k])).name}`" for k in ("path",) if data.get(k))]) if data else "",
+        "data": f"`{data['name']}`{path}" if data else "",
         "objective": _objective(loss),
         "training": _training(report, trainer),
     }
@@ -192,11 +198,8 @@ def _training(report: Report, trainer: Mapping[str, Any]) -> str:
     if "train_steps" not in report:
         return ""
     parts = [f"{report['train_steps']:,} steps, {report['train_tokens']:,} tokens, {report['train_seconds']:,.0f} seconds"]
-    parts += (
-        [_short({k: trainer[k] for k in ("optimizer", "lr", "schedule", "batch_size", "length") if trainer.get(k) is not None})]
-        if trainer
-        else []
-    )
+    if trainer:
+        parts.append(_short({k: trainer[k] for k in ("optimizer", "lr", "schedule", "batch_size", "length") if trainer.get(k) is not None}))
     if "exported_step" in report:  # trainer.keep=best
         parts.append(f"exported: step {report['exported_step']:,} ({report['exported_tokens']:,} tokens), which decoded best")
     if trainer.get("start"):

@@ -77,11 +77,12 @@ def test_its_owners_words_stay(target: Target, tmp_path: Path) -> None:
     folder = tmp_path / "s"
     write_card(folder, export(target, folder), target, SETTINGS)
     path = folder / "README.md"
-    edited = path.read_text().replace("# license: yours to choose", "license: mit\nbase_model_relation: finetune #")
+    edited = path.read_text().replace("# license: yours to choose", "# mine too\nlicense: mit\nbase_model_relation: finetune #")
     path.write_text(edited.replace("base_model: tiny", "base_model: me/tiny") + "\nMy own words.\n")
     report = export(target, folder) | {"temperature_0": a_report()["temperature_0"] | {"accepted_length": 4.44}}
     assert path.is_file()
     write_card(folder, report, target, SETTINGS)
+    assert "license: mit" in path.read_text().splitlines() and "# mine too" in path.read_text(), "as it was written, with its comments"
     front, body = parts(folder)
     assert (front["license"], front["base_model_relation"], front["base_model"]) == ("mit", "finetune", "me/tiny")
     assert "My own words." in body and "| 4.44 | 2.10 |" in body and "| 3.20 |" not in body and body.count("## What it gains") == 1
