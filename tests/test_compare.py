@@ -12,6 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from headstart.door import compare
+from headstart.inference.reports.compare import compare as compare_reports
 from tests.pages import Page
 from tests.reports import a_report, figures, some_batches
 
@@ -87,6 +88,24 @@ def test_arms_are_runs_too_and_what_was_not_measured_alike_is_said(tmp_path: Pat
     assert made["apart"][0] in Page((tmp_path / "all/comparison.html").read_text()).root.text
     assert call(monkeypatch, tmp_path / "several", f"out={tmp_path / 'arms'}") == 0
     assert [row["name"] for row in json.loads((tmp_path / "arms/comparison.json").read_text())["arms"]] == ["y", "x"]
+
+
+def test_lists_end_before_what_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else Markdown takes the next paragraph for a part of the last item."""
+    assert call(monkeypatch, a_run(tmp_path / "a", 1.2), f"out={tmp_path / 'all'}") == 0
+    lines = (tmp_path / "all/comparison.md").read_text().split("\n")
+    last = max(i for i, line in enumerate(lines) if line.startswith("- "))
+    assert lines[last + 1] == "" and lines[last + 2].startswith("t0, t1: ")
+
+
+def test_a_comparison_of_nothing_names_what_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And neither shows nor names the picture that there is not."""
+    compare_reports("models/tiny", {}, {"a": "no memory"}, tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == FILES - {"comparison.png"}
+    assert (tmp_path / "comparison.md").read_text() == "# Drafters for tiny, the fastest first\n\n- a failed: no memory\n"
+    assert Page((tmp_path / "comparison.html").read_text()).root.all("h1")[0].text == "0 drafters for tiny"
+    said = capsys.readouterr().out
+    assert "a failed: no memory" in said and "comparison.png" not in said
 
 
 def test_gains_with_several_at_once_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,10 +48,10 @@ ABOUT = ("prompts", "tree", "dtype", "device", "commit", "versions", "data", "tr
 
 
 def costs_of(target: Target, contender: Contender, prompts: Sequence[Sequence[int]], new_tokens: int) -> dict[str, float]:
-    """The cost of a round on this machine, over a plain one: ``c``, a level of drafting in a chain; ``v``, verifying the contender's tree.
+    """What the parts of a round cost on this machine, in plain rounds: ``c``, a level of drafting in a chain; ``v``, verifying the tree.
 
-    ``predicted_speedup`` is tau / (v + cost of the levels that a round drafts). It leaves out the rest of a round (Python, caches), which
-    the measured speed-up contains.
+    ``predicted_speedup`` is the accepted length over v + the cost of the levels that a round drafts. It leaves out the rest of a round
+    (Python, caches), which the measured speed-up contains.
     """
     assert contender.drafter is not None
     short, long = TreePolicy("chain", depth=1), TreePolicy("chain", depth=contender.policy.depth)
@@ -153,13 +153,13 @@ def compare(
     metrics.jsonl.
     """
     rows = [figures(name, report) for name, report in reports.items()]
-    key = as_served(rows, "speedup")  # as the headline has it
-    rows.sort(key=lambda row: -(row.get(key) or 0.0))
+    rows.sort(key=lambda row: -as_served(row)["speedup"])  # as the headline has it
     about: Mapping[str, Any] = next(iter(reports.values()), {})
     kept: dict[str, Any] = {key: about[key] for key in ABOUT if key in about and all(r.get(key) == about[key] for r in reports.values())}
-    if about:
-        kept |= {"target": Path(target).name, "changed": [name for name, report in reports.items() if "target_changed" in report]}
-        kept |= {"apart": conditions(reports), "settings": differing(settings or {})}
+    if target:  # without any report nobody may know it
+        kept["target"] = Path(target).name
+    kept |= {"changed": [name for name, report in reports.items() if "target_changed" in report]}
+    kept |= {"apart": conditions(reports), "settings": differing(settings or {})}
     put_text(folder / "comparison.json", json.dumps({"arms": rows, "failed": dict(failed), **kept}, indent=2) + "\n")
     put_text(folder / "comparison.md", markdown(rows, failed, kept))
     if rows:
@@ -170,14 +170,14 @@ def compare(
     console = Console(markup=False)  # names may hold brackets
     console.print(table(f"drafters for {Path(target).name}, the fastest first", head, body, whole=(0,)))
     for name, why in failed.items():
-        console.print(f"{name} failed: {why}", style="red", markup=False)
-    for name in kept.get("changed", ()):
+        console.print(f"{name} failed: {why}", style="red")
+    for name in kept["changed"]:
         console.print(f"{name}: its training changed the target; it is measured with the changed one", highlight=False)
-    for line in kept.get("apart", ()):
-        console.print(line, style="yellow", highlight=False, markup=False)
+    for line in kept["apart"]:
+        console.print(line, style="yellow", highlight=False)
     for line in advice(rows):
-        console.print(line, highlight=False, markup=False)
-    print(f"comparison: {folder / 'comparison.md'}, comparison.html, comparison.png")
+        console.print(line, highlight=False)
+    print(f"comparison: {folder / 'comparison.md'}, comparison.html{', comparison.png' * bool(rows)}")
     if rows and (card := folder / rows[0]["name"] / "speculator" / CARD).is_file():
         print(f"how the fastest is served: {card}")
 
@@ -192,24 +192,29 @@ def cells(row: Mapping[str, Any], columns: Iterable[str]) -> list[str]:
 
 
 def markdown(rows: Sequence[Mapping[str, Any]], failed: Mapping[str, str], about: Mapping[str, Any]) -> str:
-    lines, columns = [f"# Drafters for {about.get('target', '')}, the fastest first", ""], known(rows, COLUMNS)
+    """The text of comparison.md. ``about``: the other keys of comparison.json."""
+    told = [*advice(rows), *about.get("apart", ()), *(f"{name} failed: {why}" for name, why in failed.items())]
+    told += [f"{name}: its training changed the target; it is measured with the changed one" for name in about.get("changed", ())]
+    lines, points = [f"# Drafters for {about.get('target', 'a target')}, the fastest first", ""], [*(f"- {line}" for line in told), ""]
+    if not rows:
+        return "\n".join([*lines, *points])
+    columns = known(rows, COLUMNS)
     lines += ["| | " + " | ".join(key.replace("_", " ") for key in columns) + " |", "| --- |" + " ---: |" * len(columns)]
     lines += [f"| {row['name']} | " + " | ".join(cells(row, columns)) + " |" for row in rows]
-    lines += ["", *(f"- {line}" for line in [*advice(rows), *about.get("apart", ())])]
-    lines += [*(f"- {name} failed: {why}" for name, why in failed.items())]
-    lines += [f"- {name}: its training changed the target; it is measured with the changed one" for name in about.get("changed", ())]
+    lines += ["", *points]
     lines += [
         "t0, t1: accepted length (tokens per target pass, its own counted) at temperature 0 and 1, of the tree and of a chain as deep; "
         "expected: the chain's, from one teacher-forced pass over what was decoded; off policy: over held-out text. repetition: share of "
-        f"the {GRAM}-grams of a text that stood in it before, at temperature 0, which flatter. c: a level of drafting over a plain step of "
-        "the target. Speed-up: of the tree, over plain decoding of the same prompts in the same run, as measured, and as "
-        "tau / (v + levels x c) predicts; auto: of decode=auto, which leaves guessing out where it does not pay.",
+        f"the {GRAM}-grams of a text that stood earlier in it, at temperature 0: what repeats is easily guessed. c: the time of one level "
+        "of drafting, divided by that of a plain pass of the target. Speed-up: of the tree, over plain decoding of the same prompts in the "
+        "same run; predicted: from the times of verifying and drafting alone, without the rest of a round; auto: of decode=auto, which "
+        "leaves guessing out where it does not pay.",
         "",
         "![acceptance by depth, and speed-up](comparison.png)",
         "",
     ]
-    told = {"prompts": "{} prompts", "tree": "shape: {}", "dtype": "{}", "device": "on {}", "commit": "commit {}"}
-    known_of = {key: TreePolicy(**about[key]) if key == "tree" else about[key] for key in told if key in about}
+    words = {"prompts": "{} prompts", "tree": "shape: {}", "dtype": "{}", "device": "on {}", "commit": "commit {}"}
+    known_of = {key: TreePolicy(**about[key]) if key == "tree" else about[key] for key in words if key in about}
     if known_of:
-        lines += ["; ".join(told[key].format(value) for key, value in known_of.items()) + ".", ""]
+        lines += ["; ".join(words[key].format(value) for key, value in known_of.items()) + ".", ""]
     return "\n".join(lines)

@@ -12,7 +12,7 @@ from markupsafe import Markup
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.reports.charts import LETTER, Box, Point, Series, beside, grid_x, grid_y, lines, mark, path, svg, ticks
 from headstart.inference.reports.gain import by_sequences
-from headstart.inference.reports.page import about, bar, between, figure, h, joined, page, section, table
+from headstart.inference.reports.page import about, bar, between, figure, h, joined, page, section, shortened, table
 from headstart.inference.reports.report_page import Curves, points, word
 from headstart.inference.reports.verdict import advice, headline
 
@@ -69,7 +69,7 @@ def pareto(rows: Sequence[Row]) -> list[Markup]:
     parts += lines_
     order = sorted(range(len(rows)), key=lambda i: -rows[i]["speedup"])
     front = edge(values)
-    points, names = [at(*values[i]) for i in order], [shortened(rows[i]["name"]) for i in order]
+    points, names = [at(*values[i]) for i in order], [shortened(rows[i]["name"], 26) for i in order]
     for (x, y), (label_x, label_y, far), i, name in zip(points, beside(points, names, FRAME, taken), order, names, strict=True):
         if far:
             near = min((label_x - 2, label_x + LETTER * len(name)), key=lambda end: abs(end - x))
@@ -77,8 +77,8 @@ def pareto(rows: Sequence[Row]) -> list[Markup]:
         parts.append(mark("circle" if i in front else "hollow", "t0" if i in front else "plain", (x, y), 5))
         parts.append(h('<text class="name" x="{:.1f}" y="{:.1f}">{}</text>', label_x, label_y + 4, name))
     said = "; ".join(f"{rows[i]['name']}: {values[i][1]:.2f} tokens for {values[i][0]:.2f} passes" for i in order)
-    why = ("At temperature 0. Filled: no other drafter gives more for less. Lines: equal speed-up over plain decoding, which is the tokens "
-           "of a round over its cost.")  # fmt: skip
+    why = ("At temperature 0. Filled: no other drafter gives as many tokens at a lower cost, or more at the same cost. Lines: equal "
+           "speed-up over plain decoding, which is the tokens of a round divided by its cost.")  # fmt: skip
     return [figure(why, svg(f"accepted length against the cost of a round. {said}", WIDTH, HEIGHT, parts, "wide"), scrolls=True)]
 
 
@@ -110,10 +110,6 @@ def edge(values: Sequence[Point]) -> set[int]:
     return {i for i in range(len(values)) if not beaten(i)}
 
 
-def shortened(name: str) -> str:
-    return name if len(name) <= 26 else f"{name[:12]}…{name[-13:]}"
-
-
 COLUMNS = {  # of the ranking: key -> heading and format
     "speedup": ("speed-up, T = 0", "{:.2f}×"), "speedup_interval": ("interval", ""), "t1_speedup": ("speed-up, T = 1", "{:.2f}×"),
     "auto_speedup": ("auto, T = 0", "{:.2f}×"), "auto_t1_speedup": ("auto, T = 1", "{:.2f}×"),
@@ -135,7 +131,8 @@ def ranking(rows: Sequence[Row]) -> Markup:
     body = [[row["name"], bar(row["speedup"] / most, "t0"), *(cell(row, key, form) for key, (_, form) in shown.items())] for row in rows]
     caption = (
         "The fastest at temperature 0 first. Speed-up and accepted tokens a pass are of the tree; auto: speed-up of decode=auto; held-out: "
-        "expected of a chain over text that the target did not write; repeats: repeated 8-grams at T = 0; a guess's cost: in plain passes"
+        "tokens a pass that a chain is expected to have over text that the target did not write; repeats: share of the 8-grams that stood "
+        "earlier in their text, at T = 0; a guess's cost: of one level of drafting, in plain passes"
     )
     head = ["", "", *(name.replace(" = ", "\u00a0=\u00a0") for name, _ in shown.values())]
     return table(caption, head, body, range(2, len(head)), scrolls=True, tight=True)
@@ -161,12 +158,9 @@ def several(rows: Sequence[Row]) -> list[Markup]:
 
 
 def leading(points: Mapping[str, Sequence[Point]]) -> list[Series]:
-    """A line for each of the first ``MANY`` names that have points, in order; the first line is bold."""
-    series: list[Series] = []
-    for name, each in [*points.items()][:MANY]:
-        if each:
-            series.append(Series(shortened(name)[:14], "plain" if series else "t0", each, style="thin" if series else ""))
-    return series
+    """A line for each of the first ``MANY`` names, but for those without points. The line of the first name is bold."""
+    found = zip(points.items(), [("t0", ""), *[("plain", "thin")] * (MANY - 1)], strict=False)
+    return [Series(shortened(name, 13), kind, each, style=style) for (name, each), (kind, style) in found if each]
 
 
 def few(rows: Sequence[Row]) -> str:
@@ -194,12 +188,11 @@ def differing(settings: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -
     if len(names) <= FEW:
         body = [[key, *(cell(word(each[name], 60) if name in each else "") for name in names)] for key, each in settings.items()]
         return table("Settings that are not the same in all runs", ["", *names], body, scrolls=True, tight=True)
-    usual = {
-        key: Counter(map(str, each.values())).most_common(1)[0][0] if 2 * len(each) > len(names) else None for key, each in settings.items()
-    }
+    counts = {key: Counter(map(str, each.values())) for key, each in settings.items()}
 
     def own(name: str) -> str:
-        return " ".join(f"{key}={word(each[name], 60)}" for key, each in settings.items() if name in each and str(each[name]) != usual[key])
+        rare = {key: each[name] for key, each in settings.items() if name in each and 2 * counts[key][str(each[name])] <= len(names)}
+        return " ".join(f"{key}={word(value, 60)}" for key, value in rare.items())
 
     body = [[name, cell(own(name))] for name in names] if settings else []
     return table("What a run has that most others have not", ["", "settings"], body, tight=True)

@@ -46,16 +46,16 @@ def length(text: Text) -> float:
 
 
 def chosen(drafted: Sequence[Text]) -> list[int]:
-    """The prompts that are shown: all in their order where there is room, else some from the best accepted to the worst."""
+    """The prompts that are shown: all in their order where there is room for all, else some, from the best accepted to the worst."""
     sizes, lengths = dict[int, int](), dict[int, float]()
     for text in drafted:
         sizes[text.prompt] = sizes.get(text.prompt, 0) + len(text.tokens)
         lengths.setdefault(text.prompt, length(text))  # of temperature 0, which stands first
-    sizes = {prompt: size for prompt, size in sizes.items() if size <= MOST}  # one that is too long must not hide the others
     if sum(sizes.values()) <= MOST:
         return list(sizes)
-    ranked = sorted(sizes, key=lambda prompt: -lengths[prompt])
-    for count in range(len(ranked) - 1, 0, -1):
+    short = [prompt for prompt, size in sizes.items() if size <= MOST]  # one that is too long must not hide the others
+    ranked = sorted(short, key=lambda prompt: -lengths[prompt])
+    for count in range(len(ranked), 0, -1):
         some = [ranked[round(i * (len(ranked) - 1) / max(count - 1, 1))] for i in range(count)]
         if sum(sizes[prompt] for prompt in some) <= MOST:
             return some
@@ -64,8 +64,8 @@ def chosen(drafted: Sequence[Text]) -> list[int]:
 
 def one(report: Report, text: Text) -> Markup:
     """A text with its rounds, the end of its prompt before it."""
-    before = report.spelt(report.asked[text.prompt][-CONTEXT:])[-CONTEXT:]
-    parts, at = [h('<span class="dim">…{}</span>', before), own(text.tokens[0], report)], 1
+    asked = report.spelt(report.asked[text.prompt])
+    parts, at = [h('<span class="dim">{}{}</span>', "…" * (len(asked) > CONTEXT), asked[-CONTEXT:]), own(text.tokens[0], report)], 1
     for number, r in enumerate(text.rounds, start=1):
         said = text.probabilities[at + len(r.accepted)] if at + len(r.accepted) < len(text.probabilities) else None
         parts.append(h('<span class="r" data-said="{}">{}</span>', told(number, r, report, said), round_(r, report)))

@@ -114,6 +114,11 @@ def folded(summary: str, *inside: Markup, opened: bool = False) -> Markup:
     return h("<details{}><summary>{}</summary>{}</details>", Markup(" open") if opened else Markup(), summary, joined(inside))
 
 
+def shortened(name: str, most: int) -> str:
+    """The name without its middle where it has more than ``most`` letters: the names of a sweep often differ in their ends alone."""
+    return name if len(name) <= most else f"{name[: (most - 1) // 2]}…{name[-(most // 2) :]}"
+
+
 def between(interval: Sequence[float] | None, form: str = "{:.2f}") -> str:
     """An interval in words; nothing where there is none."""
     return "" if not interval else f"{form.format(interval[0])} to {form.format(interval[1])}"

@@ -10,6 +10,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from headstart.inference.reports.page import shortened
+
 COLD, WARM, PLAIN, THEIRS = "#0b4f8a", "#e8a33d", "#8a8a8a", "#c8c8c8"
 INK, LINE = "#333333", "#f1f1f1"
 WIDTH, DPI = 8.6, 160  # inches of 9 point text; 1376 pixels
@@ -50,7 +52,7 @@ def report_picture(report: Mapping[str, Any]) -> Any:
     left.set(xlabel="depth of the guess", ylabel="rounds in which it was accepted", ylim=(0, 1.02), xlim=(0.7, depth + 0.3))
     left.set_xticks(range(1, depth + 1, 1 + depth // 11))
     left.legend(frameon=False, fontsize=8.5, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=1)
-    name = shortened(report["head"])
+    name = shortened(report["head"], LONGEST_NAME)
     bars = [
         ("transformers' generate, T = 0", report["hf_generate_tokens_per_second"], THEIRS, ""),
         ("plain, T = 0", cold["plain_tokens_per_second"], PLAIN, ""),
@@ -61,14 +63,14 @@ def report_picture(report: Mapping[str, Any]) -> Any:
     places = [0, 1, 2, 3.5, 4.5]  # a gap between the temperatures
     drawn = right.barh(places, [value for _, value, _, _ in bars], 0.8, color=[colour for _, _, colour, _ in bars])
     right.bar_label(drawn, [f"{value:.0f}{gain}" for _, value, _, gain in bars], padding=3, fontsize=8.5, color=INK)
-    right.set_yticks(places, [textwrap.fill(label, 20) for label, _, _, _ in bars])
+    right.set_yticks(places, [textwrap.fill(label, 20) for label, _, _, _ in bars], parse_math=False)  # names may hold $
     right.invert_yaxis()
     right.set_xlim(0, 1.32 * max(value for _, value, _, _ in bars))  # room for the label of the longest bar
     right.set_xlabel("tokens/s (in brackets: over plain decoding)")
     bare(left)
     bare(right)
     right.tick_params(axis="y", length=0)
-    figure.suptitle(f"{report['head']} for {report['target']}", fontsize=10, color=INK)
+    figure.suptitle(f"{report['head']} for {report['target']}", fontsize=10, color=INK, parse_math=False)
     return figure
 
 
@@ -91,7 +93,7 @@ def comparison_picture(rows: Sequence[Mapping[str, Any]]) -> Any:
     _marks(length, rows, marks)
     length.set_xlabel("accepted length (tokens a pass)")
     _shares(shares, rows, depth)
-    speed.set_yticks(places, [shortened(row["name"]) for row in rows])
+    speed.set_yticks(places, [shortened(row["name"], LONGEST_NAME) for row in rows], parse_math=False)
     speed.set_ylim(len(rows) - 0.5, -0.5)
     for axes in (speed, length):
         low, high = axes.get_xlim()
@@ -137,7 +139,3 @@ def _legend() -> tuple[list[Any], list[str]]:
         "T = 1, a chain as deep": ("D", WARM, 0), "predicted, T = 0": ("|", COLD, 0),
     }  # fmt: skip
     return [Line2D([], [], linestyle="", marker=m, **_style(m, c, f)) for m, c, f in shown.values()], list(shown)
-
-
-def shortened(name: str) -> str:
-    return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"

@@ -92,7 +92,7 @@ def table(
 
 
 def show(report: Report) -> None:
-    console = Console()
+    console = Console(markup=False)  # names may hold brackets
     console.print(table(f"{report['head']} for {report['target']}", ("", "temperature 0", "temperature 1"), rows(report)))
     if report.get("batches"):
         console.print(table("several sequences at once", AT_ONCE, at_once(report), left=()))

@@ -67,16 +67,8 @@ def lead(report: Report) -> Markup:
             within = between(interval(figures, key), unit)
             note = f"between {within.replace(' to ', ' and ')}" if within else "no interval"
             value = unit.format(figures[key])
-            tiles.append(
-                h(
-                    '<div class="{}"><dt>{}, T&nbsp;=&nbsp;{}</dt><dd class="big">{}</dd><dd>{}</dd></div>',
-                    kind,
-                    name,
-                    temperature,
-                    value,
-                    note,
-                )
-            )
+            tile = '<div class="{}"><dt>{}, T&nbsp;=&nbsp;{}</dt><dd class="big">{}</dd><dd>{}</dd></div>'
+            tiles.append(h(tile, kind, name, temperature, value, note))
     where = f"{report.prompts} prompts from {report.prompts_from}; {report.dtype} on {report.device}; commit {report.commit[:12]}"
     if "repetition" in at(report, 0):
         where += f"; repeated {GRAM}-grams: " + ", ".join(f"{at(report, t)['repetition']:.0%} at T = {t}" for t, *_ in KINDS)
@@ -95,7 +87,7 @@ def sentence(report: Report) -> str:
     exact = "the target's own output" if report.lossless else "NOT the target's own output"
     how = f"its tree says {length:.2f} tokens for every pass of the target, decode=auto is {fast}, and what it says is {exact}"
     if "auto_temperature_0" not in report:
-        how = f"it is {fast}, with {length:.2f} tokens for every pass of the target, and {exact}"
+        how = f"it is {fast}, with {length:.2f} tokens for every pass of the target, and what it says is {exact}"
     return f"At temperature 0 {how}."
 
 
@@ -107,9 +99,9 @@ def depths(report: Report) -> list[Markup]:
         shares = figures["acceptance_by_depth"]
         points = [(float(d), 100 * share) for d, share in enumerate(shares, start=1)]
         series.append(Series(f"T = {temperature}", kind, points, [[100 * x for x in pair] for pair in sure], shape))
-        given = figures.get("conditional_acceptance_by_depth", ())
         rows.append([f"T = {temperature}, of all", *(f"{share:.0%}" for share in shares)])
-        rows.append([f"T = {temperature}, if reached", *(f"{share:.0%}" for share in given)])
+        if given := figures.get("conditional_acceptance_by_depth"):  # earlier reports have none
+            rows.append([f"T = {temperature}, if reached", *(f"{share:.0%}" for share in given)])
     deepest = max(len(row) for row in rows) - 1
     rows = [[*row, *[""] * (deepest + 1 - len(row))] for row in rows]
     said = "; ".join(f"{s.name}: " + ", ".join(f"{p[1]:.0f} %" for p in s.points) for s in series)
@@ -140,19 +132,21 @@ def speed(report: Report) -> list[Markup]:
 def round_time(report: Report) -> list[Markup]:
     """Where the time of a round goes, in passes of plain decoding, as far as it was measured."""
     cold, found = at(report, 0), list[Markup]()
-    tau, total = cold["accepted_length"], cold["accepted_length"] / cold["speedup"]
+    if not (tau := cold["accepted_length"]):  # every text ended with the token that the pass over the prompt gives: there was no round
+        return []
+    total = tau / cold["speedup"]
     plain = 1000 / cold["plain_tokens_per_second"]
-    told = (
-        f"At temperature 0 a round takes {total * plain:,.3g} ms, as long as {total:.2f} plain passes of {plain:,.3g} ms: it pays when it "
-    )
-    found.append(h("<p>{}</p>", told + f"gives more than {total:.2f} tokens, and it gives {tau:.2f}."))
+    told = f"At temperature 0 a round takes {total * plain:,.3g} ms, as long as {total:.2f} plain passes of {plain:,.3g} ms (the time of "
+    told += f"the prompts' passes is shared out among both): it pays when it gives more than {total:.2f} tokens, and it gives {tau:.2f}."
+    found.append(h("<p>{}</p>", told))
     if "v" in report and "predicted_speedup" in report:
         drafting = max(tau / report["predicted_speedup"] - report["v"], 0.0)
         parts = {
             "a": ("the target's pass over one token", min(1.0, report["v"])),
             "b": ("its guesses in that pass", max(report["v"] - 1, 0.0)),
+            "c": ("drafting", drafting),
+            "d": ("the rest", max(total - report["v"] - drafting, 0.0)),
         }
-        parts |= {"c": ("drafting", drafting), "d": ("the rest", max(total - report["v"] - drafting, 0.0))}
         whole = sum(size for _, size in parts.values())
         spans = joined(h('<span class="{}" style="width:{:.1f}%"></span>', k, 100 * size / whole) for k, (_, size) in parts.items())
         keys = joined(h('<li><span class="key {}"></span>{} {:.2f}</li>', k, name, size) for k, (name, size) in parts.items())
@@ -161,14 +155,8 @@ def round_time(report: Report) -> list[Markup]:
     for key, auto in (report.get("auto") or {}).items():
         costs = {"no guesses": 1.0} | dict(auto["costs"])
         rows = [[what, bar(share, f"t{key[-1]}"), f"{share:.0%}", f"{costs.get(what, 0):.2f}"] for what, share in auto["rounds"].items()]
-        found.append(
-            table(
-                f"What decode=auto chose for the rounds at {key.replace('_', ' ')}",
-                ["", "", "of the rounds", "plain passes each"],
-                rows,
-                (2, 3),
-            )
-        )
+        what = f"What decode=auto chose for the rounds at {key.replace('_', ' ')}"
+        found.append(table(what, ["", "", "of the rounds", "plain passes each"], rows, (2, 3)))
     return found
 
 

@@ -22,7 +22,7 @@ h3 { font-size: 1rem; margin: 0 0 .4rem; }
 section { border-top: 1px solid var(--line); padding: 1.5rem 0 .5rem; margin-top: 1.5rem; }
 section:first-child { border-top: 0; padding-top: .4rem; }
 p { margin: .3rem 0 .8rem; max-width: 46rem; }
-.lead { font-size: 1.13rem; } .soft, .axis, figcaption, caption { color: var(--soft); } .small { font-size: .875rem; }
+.lead { font-size: 1.13rem; } .soft, figcaption, caption { color: var(--soft); } .small { font-size: .875rem; }
 a { color: var(--cold); }
 :focus-visible { outline: 2px solid var(--cold); outline-offset: 2px; border-radius: 2px; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: 1rem 1.2rem; margin: 1.2rem 0 0; padding: 0; }
@@ -40,7 +40,7 @@ svg .line { fill: none; stroke-width: 2; } svg .thin { stroke-width: 1; opacity:
 svg .band.t0 { fill: var(--cold); } svg .band.t1 { fill: var(--warm); } svg .band { opacity: .14; }
 svg .dot.t0 { fill: var(--cold); } svg .dot.t1 { fill: var(--warm); } svg .dot.plain { fill: var(--plain); }
 svg .dot { stroke: var(--paper); stroke-width: 1; } svg .hollow { fill: var(--paper); stroke-width: 1.6; }
-svg .hollow.t0 { stroke: var(--cold); } svg .hollow.plain { stroke: var(--plain); } svg .lead-line { stroke: var(--soft);
+svg .hollow.plain { stroke: var(--plain); } svg .lead-line { stroke: var(--soft);
   stroke-width: .7; }
 .scroll { overflow-x: auto; } .scroll svg.wide { min-width: 38rem; }
 table { border-collapse: collapse; font-size: .9rem; width: 100%; } table + table { margin-top: 1.4rem; }
@@ -57,7 +57,7 @@ tbody th { font-weight: 500; text-wrap: balance; }
 table.tight th, table.tight td { padding-right: .55rem; } table.tight { font-size: .84rem; width: auto; min-width: 70%; }
 table.tight .bar { width: 16%; }
 .bar { min-width: 9rem; width: 40%; } .bar span { display: block; height: .8rem; border-radius: 1px; background: var(--plain); }
-.bar .t0 { background: var(--cold); } .bar .t1 { background: var(--warm); } .bar .faint { opacity: .5; }
+.bar .t0 { background: var(--cold); } .bar .t1 { background: var(--warm); }
 .parts { display: flex; height: 1.7rem; margin: .5rem 0 .2rem; } .parts span { border-right: 2px solid var(--paper); }
 .parts .a { background: var(--plain); } .parts .b { background: var(--cold); } .parts .c { background: var(--warm); }
 .parts .d { background: var(--line); } .key { display: inline-block; width: .7rem; height: .7rem; margin-right: .45rem; }

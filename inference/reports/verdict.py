@@ -35,47 +35,49 @@ def level(rows: Sequence[Row], first: Row, key: str) -> list[str]:
     return [row["name"] for row in others]
 
 
-def as_served(rows: Sequence[Row], key: str) -> str:
-    """The key of the speed-up that decides: decode=auto's where any row has it, else the tree's."""
-    return f"auto_{key}" if best(rows, f"auto_{key}") else key
+def as_served(row: Row) -> Row:
+    """The row with the speed-ups that decide in the place of the tree's: those of decode=auto, where they were measured."""
+    auto = [key for key in ("speedup", "t1_speedup") if row.get(f"auto_{key}") is not None]
+    return {**row, **{f"{key}{what}": row.get(f"auto_{key}{what}") for key in auto for what in ("", "_interval")}}
 
 
 def headline(rows: Sequence[Row]) -> str:
     """A sentence that names the fastest at temperature 0, and claims no more than the intervals allow."""
-    first = best(rows, key := as_served(rows, "speedup"))
+    rows = [as_served(row) for row in rows]
+    first = best(rows, "speedup")
     assert first is not None
-    if first[key] <= 1:
-        return f"None is faster than plain decoding at temperature 0; {first['name']} comes nearest ({first[key]:.2f} of its speed)."
-    same = level(rows, first, key)
+    if first["speedup"] <= 1:
+        return f"None is faster than plain decoding at temperature 0; {first['name']} comes nearest ({first['speedup']:.2f} of its speed)."
+    same = level(rows, first, "speedup") + ["plain decoding"] * (not gains(first, "speedup"))
     also = f" These prompts do not tell it apart from {listed(same)}." if same else ""
-    if f"{key}_interval" not in first and len(rows) > 1:
+    if not first.get("speedup_interval") and len(rows) > 1:
         also = " Its interval is not known (that takes two prompts): others may turn this round."
-    return f"At temperature 0 {first['name']} is the fastest: {gain(first, key)}.{also}"
+    return f"At temperature 0 {first['name']} is the fastest: {gain(first, 'speedup')}.{also}"
 
 
 def advice(rows: Sequence[Row]) -> list[str]:
     """Which is best for whom, from the numbers alone: a line for each drafter that is best for somebody."""
+    rows = [as_served(row) for row in rows]
     found: dict[str, list[str]] = {}
 
     def say(row: Row | None, whom: str, figure: str) -> None:
         if row is not None:
             found.setdefault(row["name"], []).append(f"{whom} ({figure.format(**row)})")
 
-    t0, t1 = as_served(rows, "speedup"), as_served(rows, "t1_speedup")
-    cold, warm, none = best(rows, t0), best(rows, t1), []
-    if cold and gains(cold, t0):
-        say(cold, "greedy decoding here, one sequence at a time", f"{{{t0}:.2f}}×")
-        near = [row for row in rows if (row.get(t0) or 0.0) >= NEAR * cold[t0]]
+    cold, warm, none = best(rows, "speedup"), best(rows, "t1_speedup"), []
+    if cold and gains(cold, "speedup"):
+        say(cold, "greedy decoding here, one sequence at a time", "{speedup:.2f}×")
+        near = [row for row in rows if (row.get("speedup") or 0.0) >= NEAR * cold["speedup"]]
         least = min(near, key=lambda row: row.get("parameters") or 0)
         if least is not cold and least.get("parameters"):
             how = f"the same with the smallest drafter that is within {1 - NEAR:.0%} of that"
-            say(least, how, f"{{{t0}:.2f}}×, {{parameters:,}} weights")
+            say(least, how, "{speedup:.2f}×, {parameters:,} weights")
     elif cold:
-        none.append(f"For greedy decoding here, one sequence at a time: plain decoding; {in_vain(cold, t0)}.")
-    if warm and gains(warm, t1):
-        say(warm, "sampling at temperature 1", f"{{{t1}:.2f}}×")
+        none.append(f"For greedy decoding here, one sequence at a time: plain decoding; {in_vain(cold, 'speedup')}.")
+    if warm and gains(warm, "t1_speedup"):
+        say(warm, "sampling at temperature 1", "{t1_speedup:.2f}×")
     elif warm:
-        none.append(f"For sampling at temperature 1: plain decoding; {in_vain(warm, t1)}.")
+        none.append(f"For sampling at temperature 1: plain decoding; {in_vain(warm, 't1_speedup')}.")
     for key, whom, unit in LENGTHS:
         row = best(rows, key)
         say(row if row and round(row[key], 2) > 1 else None, whom, f"{{{key}:.2f}} {unit}")  # at 1.00 no guess was ever accepted

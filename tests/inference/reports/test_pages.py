@@ -14,12 +14,12 @@ from headstart.inference.reports import charts, comparison_page, heatmap
 from headstart.inference.reports.charts import Series, apart, beside, overlap, ticks
 from headstart.inference.reports.comparison_page import comparison_page as page_of_all
 from headstart.inference.reports.comparison_page import edge
-from headstart.inference.reports.report import Report
+from headstart.inference.reports.report import Report, Round
 from headstart.inference.reports.report_page import report_page
 from headstart.inference.reports.style import STYLE
 from headstart.inference.reports.verdict import advice, headline
 from tests.pages import HOSTILE, Page, a_shown_report
-from tests.reports import a_report, a_row
+from tests.reports import a_report, a_row, figures
 
 CURVES = [{"step": s, "train/loss": 5 / s, "train/expected_length": 1 + s / 40} for s in range(1, 41)]
 CURVES += [{"step": s, "heldout/loss": 6 / s, "heldout/expected_length": 1 + s / 50} for s in range(10, 41, 10)]
@@ -105,6 +105,36 @@ def test_a_large_report_is_a_small_page() -> None:
     longest = replace(texts[0], tokens=[5] * (heatmap.MOST + 1))
     assert heatmap.chosen([longest, *texts[1:9]]) == list(range(1, 9)), "and one that has none hides nothing"
     assert heatmap.chosen([t for t in report.texts if t.temperature == 0][:9]) == list(range(9)), "all, where there is room"
+
+
+def test_which_prompts_are_shown_is_said_as_it_is() -> None:
+    """From the best to the worst also where nothing but a single long text has no room."""
+    report = a_shown_report(words=["a", "b"])
+    first, worse = ([t for t in report.texts if t.prompt == prompt] for prompt in (0, 1))
+    texts = [replace(t, tokens=[5] * (heatmap.MOST + 1)) for t in first]
+    texts += [replace(t, rounds=[Round([token], [], [], []) for token in t.tokens[1:]]) for t in worse]
+    texts += [t for t in report.texts if t.prompt == 2]
+    shown = check_whole(report_page(replace(report, texts=texts)))
+    assert "2 of the 3 prompts, from the best to the worst" in shown.root.text
+    assert [e.text.partition(":")[0] for e in shown.root.all("summary")[:2]] == ["Prompt 3", "Prompt 2"]
+    starts = [e.text for e in shown.root.all("span", class_="dim")]
+    assert starts == ["ab" * 15] * 4, "no sign that something is left out where nothing is"
+    long = check_whole(report_page(replace(report, asked=[[0] * (heatmap.CONTEXT + 1)] * 3)))
+    assert {e.text for e in long.root.all("span", class_="dim")} == {"…" + "a" * heatmap.CONTEXT}
+
+
+def test_a_report_without_any_round() -> None:
+    """All texts ended with the token that the pass over the prompt gives: nothing is said of rounds that there were not."""
+    nothing = figures(3.2, 1.0) | {"accepted_length": 0.0, "acceptance_by_depth": [0.0] * 6}
+    of_all = {f"{shape}temperature_{t}": nothing for shape in ("", "chain_") for t in (0, 1)}
+    page = check_whole(report_page(Report.of(a_report(**of_all, c=0.1, v=1.2, predicted_speedup=0.0))))
+    assert "a round takes" not in page.root.text and "tokens/s" in page.root.text
+
+
+def test_a_report_of_before_has_no_empty_rows() -> None:
+    given = {key: value for key, value in figures(3.2, 1.6).items() if not key.startswith("conditional")}
+    page = check_whole(report_page(Report.of(a_report(temperature_0=given, temperature_1=given))))
+    assert "T = 0, of all" in page.root.text and "if reached" not in page.root.text
 
 
 @pytest.mark.parametrize(
@@ -216,6 +246,35 @@ def test_best_for_whom() -> None:
     assert "none gains" in advice([row("slow", speedup=0.8)])[-2]
     unsure = advice([row("maybe", speedup=1.1, speedup_interval=[0.9, 1.3])])
     assert unsure[-2].startswith("For greedy decoding here, one sequence at a time: plain decoding; these prompts do not tell maybe apart")
+
+
+def test_each_is_judged_as_it_is_served() -> None:
+    """By decode=auto where that was measured, else by its tree: of runs with different settings of decode, too."""
+    tree, auto = a_row("tree", 0, speedup=2.0), a_row("auto", 1, speedup=0.9, speedup_interval=[0.8, 1.0], auto_speedup=1.2)
+    assert headline([auto, tree]).startswith("At temperature 0 tree is the fastest: 2.00 times")
+    assert advice([auto, tree])[0].startswith("tree: for greedy decoding here, one sequence at a time (2.00×)")
+    assert "auto is the fastest: 1.20 times as fast as plain decoding." in headline([auto]), "its tree's interval is not auto's"
+    unsure = a_row("unsure", 0, speedup=1.1, speedup_interval=[0.9, 1.3])
+    assert headline([unsure]).endswith("0.90 to 1.30. These prompts do not tell it apart from plain decoding.")
+    assert headline([unsure, unsure | {"name": "b", "speedup": 1.0}]).endswith("do not tell it apart from b and plain decoding.")
+
+
+def test_what_sets_a_run_apart_is_shown_of_every_run() -> None:
+    """Also of the first, where no value is that of most."""
+    names = [f"arm {i}" for i in range(7)]
+    settings = {"lr": {name: i for i, name in enumerate(names)}, "steps": {name: 7 if i else 9 for i, name in enumerate(names)},
+                "rank": {"arm 3": 2}}  # fmt: skip
+    page = Page(str(comparison_page.differing(settings, names)))
+    said = [e.text for e in page.root.all("td", class_="value")]
+    assert said == ["lr=0 steps=9", "lr=1", "lr=2", "lr=3 rank=2", "lr=4", "lr=5", "lr=6"]
+
+
+def test_lines_of_a_sweep_can_be_told_apart() -> None:
+    points = {"eagle_lr=0.001": [], "eagle_lr=0.0001": [(1.0, 2.0)], "eagle_lr=0.0002": [(1.0, 2.0)]}
+    shown = comparison_page.leading(points)
+    assert len({s.name for s in shown}) == 2 and all(len(s.name) <= 13 for s in shown)
+    assert [s.kind for s in shown] == ["plain", "plain"], "bold is the fastest alone, which has no curve here"
+    assert len(comparison_page.leading({str(i): [(1.0, 2.0)] for i in range(20)})) == comparison_page.MANY
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 17])

@@ -56,6 +56,16 @@ def test_a_comparison_can_be_read(arms: list[str]) -> None:
     assert figure.get_size_inches()[0] == pytest.approx(8.6)  # however many: a page is as wide as it is
 
 
+def test_names_are_no_formulas_and_keep_what_sets_them_apart() -> None:
+    for name in (r"a$\foo$b", "$x$"):
+        figure = comparison_picture([a_row(name, 0)])
+        figure.canvas.draw()
+        assert figure.axes[0].get_yticklabels()[0].get_text() == name
+        report_picture(a_report(head=name, target=name)).canvas.draw()
+    figure = comparison_picture([a_row(f"a_long_name_of_a_sweep,lr={lr}", 0) for lr in ("4e-3", "8e-3")])
+    assert len({label.get_text() for label in figure.axes[0].get_yticklabels()}) == 2
+
+
 def test_arms_that_lack_a_figure_and_guess_less_deep() -> None:
     rows = [a_row("deep", 0, depth=15), a_row("flat", 1, depth=4, predicted_speedup=None, t0_chain=None, t1_chain=None)]
     check_readable(comparison_picture(rows))

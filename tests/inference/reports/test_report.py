@@ -19,7 +19,7 @@ from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.proposers.ngram import Ngram
 from headstart.inference.reports.measure import Contender, make_report, make_reports
-from headstart.inference.reports.render import markdown, write_report
+from headstart.inference.reports.render import markdown, show, write_report
 from headstart.inference.reports.report import NAME, ROUNDS, Report
 from tests.drafters import learn_by_heart, make, random_tokens
 from tests.inference.serving.calls import tokenizer
@@ -89,6 +89,12 @@ def test_reports_of_before_are_read(tmp_path: Path) -> None:
     assert report.version == 1 and measured().version == 3 and report == old | {"version": 1}
     assert (report.temperature_0.speedup, report.prompts_from, report["train_steps"]) == (1.6, "held-out text of chat", 7)
     assert markdown(report) == markdown(old) and report.texts == ()  # type: ignore[arg-type]
+
+
+def test_names_with_brackets_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("model[v2]", "a[/b]"):
+        show(Report.of(a_report(name, target=name)))
+        assert f"{name} for {name}" in capsys.readouterr().out
 
 
 def test_keys_that_lack_or_are_no_figures_are_named(tmp_path: Path) -> None:
