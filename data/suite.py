@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from headstart.data.prompts import check_prompts, say_skipped
+from headstart.data.prompts import check_sizes, say_skipped
 from headstart.data.rows import Row, file_rows, hub_rows, parsed
 from headstart.heads.errors import UserError, first_line
 from headstart.inference.decoding.info import TargetInfo
@@ -116,15 +116,16 @@ def fitting(
     them, "skip" leaves them out, and "cut" keeps them. Raises UserError if none fits.
     """
     limit = target.shape.max_positions
-    sizes = [max(len(words.ask(q.turns[: i + 1], [""] * i)) + i * new_tokens for i in range(len(q.turns))) for q in found]
     if new_tokens >= limit:
         raise UserError(f"new_tokens={new_tokens} leave no room for a prompt in the target's context of {limit}")
+    sizes = [max(len(words.ask(q.turns[: i + 1], [""] * i)) + i * new_tokens for i in range(len(q.turns))) for q in found]
     if on_long == "error":
-        check_prompts([range(n) for n in sizes], new_tokens, target, [str(q.name) for q in found], "new_tokens", ", or on_long=skip or cut")
-    fits = [n + new_tokens <= limit or on_long == "cut" for n in sizes]
-    if long := [str(q.name) for q, fit in zip(found, fits, strict=True) if not fit]:
+        named = [(str(q.name), size) for q, size in zip(found, sizes, strict=True)]
+        check_sizes(named, limit, new_tokens, "new_tokens", ", or on_long=skip or cut")
+    kept = [(q, size) for q, size in zip(found, sizes, strict=True) if size + new_tokens <= limit or on_long == "cut"]
+    if len(kept) < len(found):
+        long = [str(q.name) for q, size in zip(found, sizes, strict=True) if size + new_tokens > limit]
         say_skipped(path, long, len(found), limit, new_tokens)
-    kept = [q for q, fit in zip(found, fits, strict=True) if fit]
     if not kept:
         raise UserError(f"{path}: no prompts in it that fit the target's context")
-    return kept, min(max(n for n, fit in zip(sizes, fits, strict=True) if fit) + new_tokens, limit)
+    return [q for q, _ in kept], min(max(size for _, size in kept) + new_tokens, limit)

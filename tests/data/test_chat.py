@@ -263,12 +263,13 @@ def test_prompts(tokenizer, write):
         {"text": "One?"},
         messages_of(TALKS[0]),
         {"question_id": 7, "conversations": [{"from": "human", "value": "One?"}, {"from": "gpt", "value": "1"}]},
+        {"id": None, "question_id": "q6", "turns": None, "messages": None, "prompt": "One?"},  # of a data set whose rows differ
     ]
     found = prompts(write(rows), None, fast)
     asked = "<|start|>user\nOne?<|end|>\n<|start|>assistant\n"
-    assert [p["id"] for p in found] == ["q1", "2", "3", "4", "7"]
+    assert [p["id"] for p in found] == ["q1", "2", "3", "4", "7", "q6"]
     texts = [fast.decode(p["tokens"]) for p in found]
-    assert texts[0] == texts[1] == texts[4] == asked
+    assert texts[0] == texts[1] == texts[4] == texts[5] == asked
     assert texts[2] == "One?"
     assert texts[3] == fast.apply_chat_template(messages_of(TALKS[0])["messages"][:3], tokenize=False, add_generation_prompt=True)
     assert len(prompts(write(rows), 2, fast)) == 2
