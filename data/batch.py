@@ -5,7 +5,7 @@ Shape suffixes: B batch, T tokens, D target hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -22,6 +22,10 @@ class TokenBatch:
     loss_mask_BT: Tensor  # bool: the token is supervised (an assistant's token in chats)
     positions_BT: Tensor  # int64: position in the document, from 0
     documents_BT: Tensor  # int64: number of the document in its row; a document's tokens are contiguous
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """The four tensors above, by name, with ``change`` applied to each; of subclasses too, which have more."""
+        return {field.name: change(getattr(self, field.name)) for field in fields(TokenBatch)}
 
     def supervised(self, depth: int) -> Tensor:
         """[B, T] bool: root t has a guess to learn at this depth, x[t+1+depth], which is supervised and in the root's document.
@@ -49,7 +53,7 @@ class NumberedBatch(TokenBatch):
     @classmethod
     def of(cls, batch: TokenBatch, rows: Sequence[int]) -> NumberedBatch:
         """The rows of ``batch``, with their numbers."""
-        return cls(**{field.name: getattr(batch, field.name) for field in fields(TokenBatch)}, rows=rows)
+        return cls(**batch.each(lambda x: x), rows=rows)
 
 
 @dataclass
@@ -61,7 +65,7 @@ class TargetBatch(TokenBatch):
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> TargetBatch:
         """The batch on a device, with states in ``dtype`` (None: unchanged)."""
-        tokens = {field.name: getattr(self, field.name).to(device) for field in fields(TokenBatch)}
+        tokens = self.each(lambda x: x.to(device))
         states = {tap: state.to(device, dtype) for tap, state in self.states.items()}
         return replace(self, **tokens, states=states, final_BTD=self.final_BTD.to(device, dtype))
 

@@ -18,7 +18,7 @@ import json
 import time
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -155,10 +155,9 @@ class Capturing:
             tensors, off = encoded(seen, self.settings)
         if isinstance(batch, NumberedBatch) and (self.mine & ~self.kept)[list(batch.rows)].any():
             self._keep(batch.rows, one_by_one(tensors, off, self.settings, batch.rows))
-        flat = {field.name: getattr(seen, field.name) for field in fields(TokenBatch)}
         final_F = None if self.settings["final"] == ALL else seen.supervised(0).flatten().nonzero()[:, 0]
         stored = {name: tensor for name, tensor in tensors.items() if name not in FLAT}
-        return StoredBatch(**flat, stored=stored, final_F=final_F, taps=(), layers=self.settings["layers"])
+        return StoredBatch(**seen.each(lambda x: x), stored=stored, final_F=final_F, taps=(), layers=self.settings["layers"])
 
     # ---- writing ----
 

@@ -5,7 +5,6 @@ Shape suffixes: B batch, T tokens, D target hidden.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
@@ -34,9 +33,9 @@ class Reader(Protocol):
 @torch.no_grad()
 def look(batch: TokenBatch, target: Reader, taps: Collection[int]) -> TargetBatch:
     """Run the target once over packed rows. Only the states of ``taps`` and the final state are kept, on the target's device."""
-    tokens, mask, positions, documents = (getattr(batch, f.name).to(target.device) for f in dataclasses.fields(TokenBatch))
-    states, final_BTD = target.read(tokens, positions, taps)
-    return TargetBatch(tokens, mask, positions, documents, states, final_BTD)
+    here = TokenBatch(**batch.each(lambda x: x.to(target.device)))
+    states, final_BTD = target.read(here.tokens_BT, here.positions_BT, taps)
+    return TargetBatch(**vars(here), states=states, final_BTD=final_BTD)
 
 
 def announced(batches: Iterable[B], target: Reader) -> Iterator[B]:

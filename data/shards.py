@@ -13,7 +13,7 @@ import json
 from collections import deque
 from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
@@ -56,11 +56,10 @@ class StoredBatch(TokenBatch):
 
         def state(name: str) -> Tensor:
             scale = self.stored.get(f"{name}.scale")
-            numbers, scale = (x if x is None else x.to(device, non_blocking=True) for x in (self.stored[name], scale))
-            assert numbers is not None
-            return decode(numbers, scale, dtype)
+            numbers = self.stored[name].to(device, non_blocking=True)
+            return decode(numbers, None if scale is None else scale.to(device, non_blocking=True), dtype)
 
-        tokens = {field.name: getattr(self, field.name).to(device, non_blocking=True) for field in fields(TokenBatch)}
+        tokens = self.each(lambda x: x.to(device, non_blocking=True))
         final = state("final")
         if self.final_F is not None:
             whole = final.new_zeros(self.tokens_BT.numel(), final.shape[-1])
@@ -70,10 +69,9 @@ class StoredBatch(TokenBatch):
 
     def pinned(self) -> StoredBatch:
         """The same batch in pinned memory, from which copies to a GPU are asynchronous."""
-        tokens = {field.name: getattr(self, field.name).pin_memory() for field in fields(TokenBatch)}
         final_F = None if self.final_F is None else self.final_F.pin_memory()
-        return StoredBatch(**tokens, stored={k: x.pin_memory() for k, x in self.stored.items()}, final_F=final_F, taps=self.taps,
-                           layers=self.layers)  # fmt: skip
+        stored = {name: x.pin_memory() for name, x in self.stored.items()}
+        return replace(self, **self.each(Tensor.pin_memory), stored=stored, final_F=final_F)
 
 
 @dataclass
