@@ -18,7 +18,7 @@ WIDTH, HEIGHT = 420, 258
 LEFT, RIGHT, TOP, BOTTOM = 40, 92, 26, 40  # around what is drawn: ticks, names of lines, the label of y, the label of x
 LETTER, LINE = 6.7, 15  # of 12 pixel text: a letter's mean width, a line's height
 KINDS = ((0, "t0", "circle"), (1, "t1", "diamond"))  # temperatures, as they are drawn
-MOST = 160  # points of a line: of more, the mean of neighbours
+MOST = 160  # points of a line: where there are more, the means of neighbours are drawn
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Series:
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers (1, 2 or 5 times a power of ten apart) between low and high, about so many."""
+    """Round numbers (1, 2 or 5 times a power of ten apart) between low and high, about ``count`` of them."""
     raw = max(high - low, 1e-12) / count
     power = 10 ** floor(log10(raw))
     step = next(s * power for s in (1, 2, 2.5, 5, 10) if s * power >= raw * 0.999)

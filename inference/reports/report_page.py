@@ -167,7 +167,7 @@ def expected(report: Report) -> list[Markup]:
         rows.append(["held-out text, not the target's own", f"{off:.3f}", *[""] * 4])
     caption = "Tokens a pass: expected from teacher-forced passes, as training does, and decoded with the exported folder"
     head = ["", "expected", "decoded", "apart", "by chance", ""]
-    why = f"They part where they are more than {APART:.0%} apart and further than chance explains; by chance: one standard error."
+    why = f"They part where they are more than {APART:.0%} apart and chance does not explain it. By chance: one standard error."
     found = [table(caption, head, rows, (1, 2, 3, 4), scrolls=True), h('<p class="small soft">{}</p>', why) if rows else Markup()]
     if (diagnosis := report.get("diagnosis")) is not None:
         found.append(h('<div class="note"><h3>Diagnosis</h3>{}</div>', said(diagnosis)))

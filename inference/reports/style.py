@@ -109,7 +109,7 @@ for (const text of document.querySelectorAll(".text")) {
   pre.addEventListener("focus", () => { if (here < 0 && pre.matches(":focus-visible")) show(0); });
   pre.addEventListener("keydown", (event) => {
     const to = { ArrowRight: here + 1, ArrowLeft: here - 1, Home: 0, End: rounds.length - 1 }[event.key];
-    if (to === undefined) return;
+    if (to === undefined || event.altKey || event.ctrlKey || event.metaKey) return;  // Alt and an arrow is the browser's own
     event.preventDefault(); show(to); rounds[here]?.scrollIntoView({ block: "nearest" });
   });
 }

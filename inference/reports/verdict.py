@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Any
 
 from headstart.inference.reports.page import between
@@ -29,10 +30,12 @@ def gain(row: Row, key: str) -> str:
 
 
 def level(rows: Sequence[Row], first: Row, key: str) -> list[str]:
-    """The names of the rows that these prompts do not tell apart from ``first``: their intervals reach into its interval."""
-    sure = first.get(f"{key}_interval")
-    others = (row for row in rows if row is not first and (row.get(f"{key}_interval") or [0, 0])[1] >= (sure or [9e9])[0])
-    return [row["name"] for row in others]
+    """The names of the rows that these prompts do not tell apart from ``first``: their intervals (or figures, where they have none) reach
+    into its interval. None where it has no interval.
+    """
+    low, _ = first.get(f"{key}_interval") or (inf, inf)
+    others = (row for row in rows if row is not first and row.get(key) is not None)
+    return [row["name"] for row in others if (row.get(f"{key}_interval") or [row[key]])[-1] >= low]
 
 
 def as_served(row: Row) -> Row:

@@ -107,6 +107,12 @@ def test_rounds_are_told_to_keys_and_pointers(tmp_path: Path) -> None:
             told.append(rounds.index(await tab.run(said)))
         first = told[0]
         assert first in (0, 1) and told == [first, first + 1, first, len(rounds) - 1, len(rounds) - 1, 0, 0]
+        press = (
+            "(e => { document.querySelector('.text pre').dispatchEvent(e); return e.defaultPrevented })(new KeyboardEvent('keydown', %s))"
+        )
+        with_alt = await tab.run(press % "{ key: 'ArrowRight', altKey: true, cancelable: true }")
+        assert not with_alt and await tab.run(said) == rounds[0], "Alt and an arrow goes back to the page before, as anywhere"
+        assert await tab.run(press % "{ key: 'Home', cancelable: true }")
         middle = "(b => [b.left + b.width / 2, b.top + b.height / 2])"
         await tab.run("document.querySelectorAll('.text .r')[2].scrollIntoView({ block: 'center', behavior: 'instant' })")
         box = await tab.run(f"{middle}(document.querySelectorAll('.text .r')[2].querySelector('u').getClientRects()[0])")

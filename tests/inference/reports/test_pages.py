@@ -256,6 +256,7 @@ def test_each_is_judged_as_it_is_served() -> None:
     assert "auto is the fastest: 1.20 times as fast as plain decoding." in headline([auto]), "its tree's interval is not auto's"
     unsure = a_row("unsure", 0, speedup=1.1, speedup_interval=[0.9, 1.3])
     assert headline([unsure]).endswith("0.90 to 1.30. These prompts do not tell it apart from plain decoding.")
+    assert headline([a_row("sure", 0, speedup_interval=[1.7, 1.9]), a_row("b", 0, speedup=1.75)]).endswith("do not tell it apart from b.")
     assert headline([unsure, unsure | {"name": "b", "speedup": 1.0}]).endswith("do not tell it apart from b and plain decoding.")
 
 
