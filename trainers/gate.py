@@ -54,7 +54,6 @@ class Gate:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.prompts = (job.prompts or beginnings(job))[:PROMPTS]
-        self.tree = job.decoding.policy.own_shape(job.decoding.sampling.rule)  # a shape that does not depend on measured times
         self.why_not = ""
         for left in (folder for arm in job.arms for folder in arm.run.glob(f"{GATE}*")):  # left over from a killed process
             shutil.rmtree(left, ignore_errors=True)
@@ -84,9 +83,9 @@ class Gate:
         job, target, start = self.job, self.job.target.opened(), time.perf_counter()
         hub.save(arm.drafter, folder, target.card, job.dtype, target.tokenizer, base=target.name)
         exported, live = load_attached(folder, target), copied(arm.drafter, target)
-        truth, made = decode_beside(target, exported, live, self.prompts, self.tree, job.decoding.sampling, NEW_TOKENS)
+        truth, made = decode_beside(target, exported, live, self.prompts, job.decoding.policy, job.decoding.sampling, NEW_TOKENS)
         table = truth.table()
-        numbers = figures(table, made, fit_depth(self.tree, exported).depth)
+        numbers = figures(table, made, fit_depth(job.decoding.policy, exported).depth)
         arm.log(numbers | {"speed/gate_seconds": time.perf_counter() - start})
         if job.settings["trainer"]["keep"] == "best":
             keep_if_best(arm, numbers["decode/T0/accepted_length"])
@@ -136,23 +135,23 @@ def copied(drafter: Drafter, target: Target) -> Drafter:
 
 
 def decode_beside(
-    target: Target, exported: Drafter, live: Drafter, prompts: Sequence[Sequence[int]], tree: TreePolicy, sampling: Any, new_tokens: int
+    target: Target, exported: Drafter, live: Drafter, prompts: Sequence[Sequence[int]], policy: TreePolicy, sampling: Any, new_tokens: int
 ) -> tuple[Truth, Made]:
-    """Decode every prompt with ``exported``, with a tree and a chain, at temperature 0 and 1. Returns the comparison with what ``live``
+    """Decode every prompt with ``exported``, with the policy's tree (never by what rounds cost) and a chain, at temperature 0 and 1. Returns the comparison with what ``live``
     expects over these texts, and the generations by (shape, sampled).
     """
-    tree = fit_depth(tree, exported)
-    shapes = {"tree": tree, "chain": TreePolicy("chain", depth=tree.depth)}
+    policy = fit_depth(policy, exported)
+    shapes = {("tree", sampled): policy.own_shape(sampling.rule, sampled) for sampled in (False, True)}
+    shapes |= {("chain", sampled): TreePolicy("chain", depth=policy.depth) for sampled in (False, True)}
     truth, made = Truth(target, live), Made()
     for i, prompt in enumerate(prompts):
         new = min(new_tokens, target.shape.max_positions - len(prompt))
-        for kind, shape in shapes.items():
-            for sampled in (False, True):
-                how = replace(sampling, temperature=float(sampled), seed=sampling.seed + i)
-                made.setdefault((kind, sampled), []).append(
-                    generate(target, Drafting(exported), prompt, new_tokens=new, policy=shape, sampling=how)
-                )
-                truth.add(kind, shape, prompt, made[kind, sampled][-1], how, new)
+        for (kind, sampled), shape in shapes.items():
+            how = replace(sampling, temperature=float(sampled), seed=sampling.seed + i)
+            made.setdefault((kind, sampled), []).append(
+                generate(target, Drafting(exported), prompt, new_tokens=new, policy=shape, sampling=how)
+            )
+            truth.add(kind, shape, prompt, made[kind, sampled][-1], how, new)
     return truth, made
 
 
@@ -168,7 +167,11 @@ def figures(table: Mapping[str, Any], made: Made, depth: int) -> dict[str, float
 
 def said(arm: Arm, table: Mapping[str, Any], apart: Sequence[str], findings: Sequence[Finding]) -> None:
     """Print the findings, and write them to diagnosis.json in the run folder."""
-    print(f"{arm.label}step {arm.fitted.steps}: expected and decoded part ({', '.join(apart)}):", *lines(findings), sep="\n  ")
+    print(
+        f"{arm.label}step {arm.fitted.steps}: expected and decoded length differ by more than chance ({', '.join(apart)}):",
+        *lines(findings),
+        sep="\n  ",
+    )
     told = {"step": arm.fitted.steps, "apart": list(apart), "truth": table, "findings": [each._asdict() for each in findings]}
     with suppress(OSError):
         put_text(arm.run / FILE, json.dumps(told, indent=2) + "\n")

@@ -113,8 +113,9 @@ def tokenizer(case: Case) -> list[Finding]:
         same, total = same + (again & Counter(tokens)).total(), total + len(tokens)
     if same >= ALIKE * total:
         return []
-    share, like = f"{same / total:.0%}", case.text(found[0][:12])
-    return [Finding.of("tokenizer", f"{share} of the training's tokens come out where tokens are made of their text here, like {like}")]
+    like = case.text(found[0][:12])
+    evidence = f"of the training's tokens, decoded and tokenized again here, {same / total:.0%} come out again; a text begins {like}"
+    return [Finding.of("tokenizer", evidence)]
 
 
 @torch.no_grad()
