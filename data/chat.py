@@ -17,8 +17,8 @@ from headstart.data.forms import in_columns, preset, talk_of
 from headstart.data.mask_check import check_masks
 from headstart.data.masks import Talk, Template, masked
 from headstart.data.packed import Document, Documents
-from headstart.data.rows import Row, file_path, kept, passing, read_text, rows
-from headstart.data.source import Source, apart
+from headstart.data.rows import Row, file_path, kept, read_text
+from headstart.data.source import Source
 from headstart.heads.errors import UserError
 from headstart.heads.seal import tokenizer_file_sha
 from headstart.inference.decoding.target import Target
@@ -54,9 +54,7 @@ def check(
     if template is not None:
         _template(template)
     where = preset(path, split, subset, columns)
-    if held_out is not None:
-        apart(held_out, where.path, where.split)
-    next(passing(where.path, where.split, where.subset, 0, 1) if stream else rows(where.path, where.split, where.subset), None)
+    reader.check_rows(where.path, where.split, where.subset, stream, held_out)
 
 
 def conversations(
@@ -68,8 +66,11 @@ def conversations(
     Bad rows raise UserError or are dropped, see ``rows.each``.
     """
     where = preset(path, split, subset, columns)
-    names = (where.path, where.split, where.subset, on_bad)
-    return kept(*names, lambda row: read(in_columns(row, where.columns)), "conversations", most, limit)
+
+    def read_columns(row: dict[str, Any]) -> T:
+        return read(in_columns(row, where.columns))
+
+    return kept(where.path, where.split, where.subset, on_bad, read_columns, "conversations", most, limit)
 
 
 def with_template(tokenizer: Any, path: str) -> Any:

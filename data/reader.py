@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from headstart.data import arrow
 from headstart.data.pack import check_length
 from headstart.data.packed import Document, Documents
-from headstart.data.rows import Row, kept, left_out, nothing_in, parsed, passing, tell
+from headstart.data.rows import Row, kept, left_out, nothing_in, parsed, passing, rows, tell
 from headstart.data.source import APART, Source, apart, beginnings, drawn, live, say, split_off
 from headstart.data.table import Origin, Table
 from headstart.heads.errors import UserError
@@ -79,9 +79,16 @@ class Lazy(Sequence[Any]):
         return self._get(i)
 
 
+def check_rows(path: str, split: str, subset: str, stream: bool | None, held_out: str | None) -> None:
+    """Raises UserError for a source of rows, or a ``held_out``, that is missing or cannot be read. Reads the first row only."""
+    if held_out is not None:
+        apart(held_out, path, split)
+    next(passing(path, split, subset, 0, 1) if stream else rows(path, split, subset), None)
+
+
 def in_memory(reader: Reader, path: str, split: str, subset: str, limit: int | None) -> list[Document]:
     """All documents (of the first ``limit`` rows). Raises UserError for a bad row, for wrong documents, and if there are none."""
-    found = kept(path, split, subset, reader.on_bad, reader.read, reader.what, first=limit)
+    found = kept(path, split, subset, reader.on_bad, reader.read, reader.what, limit=limit)
     read, made = [each for _, each in found], list[Document]()
     for start in range(0, len(found), arrow.BATCH):
         made.extend(reader.made(read[start : start + arrow.BATCH]))
@@ -105,8 +112,8 @@ def open_rows(
         from headstart.data.streamed import about, open_stream  # that module imports this one
 
         place = arrow.folder_of(about(path, split, subset, limit, length, reader, own), cache)
-        rows = partial(passing, path, split, subset, limit=limit)
-        return open_stream(target, reader, rows, path, place, length=length, seed=seed, own=own)
+        rows_from = partial(passing, path, split, subset, limit=limit)
+        return open_stream(target, reader, rows_from, path, place, length=length, seed=seed, own=own)
     origin = Origin(path, split, subset, limit)
     folder: Path | None = None
     train: Documents

@@ -242,27 +242,27 @@ def parsed(value: Any) -> dict[str, Any]:
 
 
 def kept(
-    source: str, split: str, subset: str, on_bad: str, read: Callable[[dict[str, Any]], T], what: str, limit: int | None = None,
-    first: int | None = None,
+    source: str, split: str, subset: str, on_bad: str, read: Callable[[dict[str, Any]], T], what: str, most: int | None = None,
+    limit: int | None = None,
 ) -> list[tuple[Row, T]]:  # fmt: skip
     """``each`` as a list. Dropped rows are logged."""
     notes = list[str]()
-    found = list(each(source, split, subset, on_bad, read, what, notes, limit, first))
+    found = list(each(source, split, subset, on_bad, read, what, notes, most, limit))
     tell(notes)
     return found
 
 
 def each(
     source: str, split: str, subset: str, on_bad: str, read: Callable[[dict[str, Any]], T], what: str, notes: list[str],
-    limit: int | None = None, first: int | None = None,
+    most: int | None = None, limit: int | None = None,
 ) -> Iterator[tuple[Row, T]]:  # fmt: skip
-    """Each good row with the result of ``read``: up to ``limit`` good rows, out of the ``first`` rows of the source (None: all).
+    """Each good row with the result of ``read``: up to ``most`` good rows (None: all), out of the first ``limit`` rows of the source.
 
     A row is bad if ``read`` raises BadRow. A bad row raises UserError with its place. With ``on_bad="skip"`` it is dropped instead, and a
     line about all dropped rows is added to ``notes``. Raises UserError if there is no good row; ``what`` names the rows in that message.
     """
     count, dropped = 0, list[str]()
-    for row in islice(rows(source, split, subset), first):
+    for row in islice(rows(source, split, subset), limit):
         try:
             made = read(parsed(row.value))
         except BadRow as error:
@@ -272,7 +272,7 @@ def each(
         else:
             count += 1
             yield row, made
-        if count == limit:
+        if count == most:
             break
     if dropped:
         notes.append(left_out(source, len(dropped), len(dropped) + count, dropped[:3]))

@@ -123,6 +123,9 @@ class Origin:
 
     def _written_out(self, beside: Path, word: str) -> Lines:
         assert self.path is not None
-        rows = ((row.number, row.value) for row in islice(file_rows(self.name), self.limit))
-        lines = ((number, value if isinstance(value, bytes) else json.dumps(value).encode()) for number, value in rows)
-        return Lines.written(beside, self.path, word, ((number, line.rstrip(b"\r\n")) for number, line in lines))
+
+        def line(row: Row) -> bytes:
+            return row.value.rstrip(b"\r\n") if isinstance(row.value, bytes) else json.dumps(row.value).encode()
+
+        rows = islice(file_rows(self.name), self.limit)
+        return Lines.written(beside, self.path, word, ((row.number, line(row)) for row in rows))

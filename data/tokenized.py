@@ -13,8 +13,7 @@ import numpy as np
 
 from headstart.data import reader
 from headstart.data.packed import Document
-from headstart.data.rows import passing, rows
-from headstart.data.source import Source, apart
+from headstart.data.source import Source
 from headstart.inference.decoding.target import Target
 from headstart.inference.serving.text import BadRow
 
@@ -34,9 +33,7 @@ def open(
 
 def check(*, path: str, split: str, subset: str, stream: bool | None, held_out: str | None = None, **_: Any) -> None:
     """Raises UserError for a source that is missing or cannot be read. Reads the first row only."""
-    if held_out is not None:
-        apart(held_out, path, split)
-    next(passing(path, split, subset, 0, 1) if stream else rows(path, split, subset), None)
+    reader.check_rows(path, split, subset, stream, held_out)
 
 
 class Reader(reader.Reader):
