@@ -185,10 +185,13 @@ def truth(report: Report) -> list[list[Any]]:
             apart = abs(guess / decoded - 1) > APART and (None if not sure else not sure[0] <= guess <= sure[1])
             compared = {"chain": {"expected": guess, "decoded": decoded, "apart": apart, "chance": between(sure)}}
         for shape, row in compared.items():
-            error = row.get("standard_error")
-            chance = row.get("chance") or ("" if not error or not isfinite(error) else f"± {error:.3f}")
-            kind, word_ = {False: ("ok", "agree"), True: ("bad", "part"), None: ("", "too few prompts to say")}[row.get("apart")]
-            cells = [f"{row['expected']:.3f}", f"{row['decoded']:.3f}", f"{row['expected'] / row['decoded'] - 1:+.2%}", chance]
+            error, apart, off = row.get("standard_error", 0.0), row.get("apart"), row["expected"] / row["decoded"] - 1
+            known = error is not None and isfinite(error)  # a single text has no standard error
+            if not known and not apart and abs(off) > APART:
+                apart = None
+            chance = row.get("chance") or (f"± {error:.3f}" if known and error else "")
+            kind, word_ = {False: ("ok", "agree"), True: ("bad", "part"), None: ("", "too few prompts to say")}[apart]
+            cells = [f"{row['expected']:.3f}", f"{row['decoded']:.3f}", f"{off:+.2%}", chance]
             found.append([f"{shape}, T = {temperature}", *cells, h('<span class="{}">{}</span>', kind, word_)])
     return found
 

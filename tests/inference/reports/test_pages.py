@@ -14,6 +14,7 @@ from headstart.inference.reports import charts, comparison_page, heatmap
 from headstart.inference.reports.charts import Series, apart, beside, overlap, ticks
 from headstart.inference.reports.comparison_page import comparison_page as page_of_all
 from headstart.inference.reports.comparison_page import edge
+from headstart.inference.reports.lengths import Lengths, compared
 from headstart.inference.reports.report import Report, Round
 from headstart.inference.reports.report_page import report_page
 from headstart.inference.reports.style import STYLE
@@ -129,6 +130,17 @@ def test_a_report_without_any_round() -> None:
     of_all = {f"{shape}temperature_{t}": nothing for shape in ("", "chain_") for t in (0, 1)}
     page = check_whole(report_page(Report.of(a_report(**of_all, c=0.1, v=1.2, predicted_speedup=0.0))))
     assert "a round takes" not in page.root.text and "tokens/s" in page.root.text
+
+
+def test_a_single_text_agrees_only_where_it_is_close() -> None:
+    """It has no standard error: how far chance goes is not known."""
+    row = compared(Lengths([30.0], [10.0]), Lengths([30.0], [15.0]))
+    assert row["standard_error"] is None and not row["apart"]
+    rows = {"tree": row, "chain": row | {"expected": 2.01}, "auto": row | {"standard_error": 0.9}}
+    page = check_whole(report_page(Report.of(a_report(truth={"temperature_1": rows}))))
+    cells = {tr.all("th")[0].text: tr.all("td")[-1].text for tr in page.root.all("tr") if tr.all("th")[0].text.endswith(", T = 1") and
+             len(tr.all("td")) == 5}  # fmt: skip
+    assert cells == {"tree, T = 1": "too few prompts to say", "chain, T = 1": "agree", "auto, T = 1": "agree"}
 
 
 def test_a_report_of_before_has_no_empty_rows() -> None:
