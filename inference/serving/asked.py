@@ -50,28 +50,13 @@ def read(raw: bytes, chat: bool, target: Target, name: str, limit: int, rule: st
     """Read the body of a request. ``limit``: most tokens of a prompt and its answer. ``defaults``: settings of sampling, where it gives
     none. Raises ``Refused`` naming the field that is wrong.
     """
-    try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise Refused(f"the body is not JSON: {error}", code="invalid_json") from None
-    if not isinstance(body, dict):
-        raise Refused("the body must be a JSON object", code="invalid_json")
-    what = "messages" if chat else "prompt"
+    body, what = body_of(raw), "messages" if chat else "prompt"
     check_fields(body, what)
     if take(body, "model", str, name) != name:
         raise Refused(f"model: {short(body['model'])} is not here, only {name!r}", "model", "model_not_found", 404)
-    n = take(body, "n", int, 1)
-    if not 1 <= n <= MOST_CHOICES:
-        raise Refused(f"n must be 1 to {MOST_CHOICES}, found {short(n)}", "n")
-    if take(body, "best_of", int, n) != n:
-        raise Refused(f"best_of: nothing but n, {n}, is supported", "best_of", "unsupported_value")
-    stops = stops_of(body.get("stop"))
-    stop_ids = stop_ids_of(body, target)
-    logprobs = logprobs_of(body, chat)
-    stream, options = take(body, "stream", bool, False), take(body, "stream_options", dict, {})
-    for field in options.keys() - {"include_usage", "continuous_usage_stats", "include_obfuscation"}:  # the last: padding, needed nowhere
-        if options[field] is not None:
-            raise Refused(f"stream_options.{short(field)}: there is no such field here", "stream_options", "unknown_field")
+    n = choices_of(body)
+    stops, stop_ids, logprobs = stops_of(body.get("stop")), stop_ids_of(body, target), logprobs_of(body, chat)
+    stream, options = take(body, "stream", bool, False), stream_options_of(body)
     usage, token_ids = take(options, "include_usage", bool, False), take(body, "return_token_ids", bool, False)
     always = usage and take(options, "continuous_usage_stats", bool, False)
     sampling = sampling_of(body, rule, target.shape.vocab_size, defaults)
@@ -98,9 +83,42 @@ def read(raw: bytes, chat: bool, target: Target, name: str, limit: int, rule: st
     seed = take(body, "seed", int, None)
     samplings = [replace(sampling, min_tokens=least, seed=seed_of(seed, i % n)) for i in range(len(prompts) * n)]
     marks = marks_of(target.tokenizer) if take(body, "separate_reasoning", bool, True) and chat else None
-    thinks, tells = marks is not None and begun(target.tokenizer, marks, prompts[0]), take(body, "include_reasoning", bool, True)
-    answers = (chat, prompts, n, new_tokens, least, samplings, stop_ids, stops, logprobs)
-    return Asked(*answers, stream, usage, always, token_ids, marks, thinks, tells, echo)
+    return Asked(
+        chat=chat, prompts=prompts, n=n, new_tokens=new_tokens, min_tokens=least, samplings=samplings, stop_ids=stop_ids, stops=stops,
+        logprobs=logprobs, stream=stream, usage=usage, always=always, token_ids=token_ids, marks=marks,
+        begun=marks is not None and begun(target.tokenizer, marks, prompts[0]),
+        thoughts=take(body, "include_reasoning", bool, True), echo=echo,
+    )  # fmt: skip
+
+
+def body_of(raw: bytes) -> dict[str, Any]:
+    """The JSON object of a body. Raises Refused."""
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"the body is not JSON: {error}", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise Refused("the body must be a JSON object", code="invalid_json")
+    return body
+
+
+def choices_of(body: dict[str, Any]) -> int:
+    """The number of answers to each prompt. Raises Refused."""
+    n: int = take(body, "n", int, 1)
+    if not 1 <= n <= MOST_CHOICES:
+        raise Refused(f"n must be 1 to {MOST_CHOICES}, found {short(n)}", "n")
+    if take(body, "best_of", int, n) != n:
+        raise Refused(f"best_of: nothing but n, {n}, is supported", "best_of", "unsupported_value")
+    return n
+
+
+def stream_options_of(body: dict[str, Any]) -> dict[str, Any]:
+    """The options of a stream. Raises Refused for one that is not known."""
+    options: dict[str, Any] = take(body, "stream_options", dict, {})
+    for field in options.keys() - {"include_usage", "continuous_usage_stats", "include_obfuscation"}:  # the last: padding, needed nowhere
+        if options[field] is not None:
+            raise Refused(f"stream_options.{short(field)}: there is no such field here", "stream_options", "unknown_field")
+    return options
 
 
 def stops_of(given: Any) -> list[str]:

@@ -103,8 +103,7 @@ def main(config: dict[str, Any]) -> None:
     sampling = replace(how.sampling, temperature=config["temperature"])
     target = open_target(config["target"], to_decode=True)
     guesses = config["speculator"] is not None or how.proposer != {"kind": "drafter"}
-    guesser = open_guesser(how, config["speculator"], target) if guesses else (None, None, how.policy)
-    drafter, proposer, policy = guesser
+    drafter, proposer, policy = open_guesser(how, config["speculator"], target) if guesses else (None, None, how.policy)
     if policy is None:
         print("decode.json: speculation did not pay on this machine for one sequence; decoding without")
     max_length = min(config["max_length"], target.shape.max_positions)
