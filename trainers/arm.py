@@ -74,8 +74,7 @@ class Arm:
         self.optimizers = open_optimizers(drafter, optimizer, lr, betas, weight_decay, **muon) + self.learner.optimizers(betas)
         self.way = parallel
         self.lr, self.warmup, self.schedule, self.floor, self.clip = lr, warmup, schedule, floor, clip
-        shares = counts_in_shares(warmup, lora, {"base_until": self.learner.base_until})
-        self.lasting = not shares  # its early steps are those of a longer run
+        self.lasting = not counts_in_shares(warmup, lora, self.learner.base_until)  # its early steps are those of a longer run
         self.places: Sequence[Path] = [run] if spare is None else [run, spare]
         self.fitted, self.failed = Fitted(), ""
         self.guard, self.figures = Guard(skips, spike), dict[str, float]()

@@ -37,16 +37,23 @@ NAME = re.compile(r"step-(\d{8,})")
 Parts = dict[str, dict[str, Tensor]]  # file -> name -> tensor
 
 
-def folders(run: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first. Raises UserError if they cannot be listed, which is not the same as having none."""
-    place = run / "checkpoints"
-    try:
-        if not os.path.lexists(place):
-            return []
-        found = {int(name[1]): path for path in place.iterdir() if (name := NAME.fullmatch(path.name))}
-    except OSError as e:
-        raise UserError(f"{place} cannot be read ({e.strerror}): mend that, or choose another folder (out=DIR)") from e
-    return [found[step] for step in sorted(found)]
+def folders(*runs: Path) -> list[Path]:
+    """The checkpoints in these run folders together, oldest first. Raises UserError if they cannot be listed, which is not the same as
+    having none.
+    """
+    found: list[Path] = []
+    for place in (run / "checkpoints" for run in runs):
+        try:
+            if os.path.lexists(place):
+                found += [path for path in place.iterdir() if NAME.fullmatch(path.name)]
+        except OSError as e:
+            raise UserError(f"{place} cannot be read ({e.strerror}): mend that, or choose another folder (out=DIR)") from e
+    return sorted(found, key=step_of)
+
+
+def newest(*runs: Path) -> Path | None:
+    """The newest checkpoint in these run folders; None if there is none. Raises UserError if they cannot be listed."""
+    return max(folders(*runs), key=step_of, default=None)
 
 
 def step_of(folder: Path) -> int:
@@ -84,7 +91,7 @@ def best(places: Iterable[Path], by: str = "heldout_expected_length") -> int | N
     evaluated.
     """
     found = []
-    for folder in (folder for place in places for folder in folders(place)):
+    for folder in folders(*places):
         with suppress(UserError):  # skip damaged ones
             figures = read_json(folder / "state.json").get("figures")
             if isinstance(figures, dict) and isinstance(figures.get(by), float):

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from headstart.data.source import is_captured
 from headstart.data.storage import STORAGES, bytes_of, own_taps
 from headstart.heads import hub
 from headstart.heads.base import Drafter, Roots, TargetEnds, TargetShape
@@ -35,7 +34,7 @@ from headstart.trainers.operations import Operations
 from headstart.trainers.optimizer import open_optimizers, parameters
 from headstart.trainers.parallel import BUCKET, DDP
 from headstart.trainers.plan_joint import Adapted, adapted
-from headstart.trainers.prepare import is_served, needs_layers
+from headstart.trainers.prepare import needs_layers, runs_target
 from headstart.trainers.shapes import Kept, as_on_a_gpu, without_numbers, without_weights
 from headstart.trainers.terms import in_kernel
 
@@ -102,7 +101,7 @@ def plan(settings: Settings) -> Plan:
     tokens = rows * trainer["accumulate"] * processes * trainer["steps"]
     captured = {how: float(bytes_of(STORAGES[how], shape.hidden_size, len(own_taps(taps, shape.layers)), tokens, tokens))
                 for how in ("bf16", "fp8")}  # fmt: skip
-    live = not (is_captured(settings["data"]) or is_served(settings.get("served")))
+    live = runs_target(settings["data"], settings.get("served"))
     loaded = needs_layers(settings["data"], arms, settings.get("served")) or any(c.shares for c in counts)
     tables = {id(x): x for x in (model.get_input_embeddings().weight, model.get_output_embeddings().weight)}  # tied ones count once
     ends = sum(x.numel() for x in tables.values())

@@ -8,14 +8,14 @@ from typing import Any
 
 from rich.console import Console
 
-from headstart.data.source import HELD_OUT_ROWS, is_captured
+from headstart.data.source import HELD_OUT_ROWS
 from headstart.heads.base import TargetShape
 from headstart.heads.errors import UserError
 from headstart.inference.reports.render import table
 from headstart.inference.settings import config_of
 from headstart.trainers.parallel import DDP
 from headstart.trainers.plan import REACHED, Plan, Settings, plan
-from headstart.trainers.prepare import is_served
+from headstart.trainers.prepare import runs_target
 
 
 def show_plan(settings: Settings) -> None:
@@ -98,7 +98,7 @@ def nearest(settings: Settings) -> Iterator[tuple[list[str], Plan]]:
         alone = [plan(settings | {"arms": {name: arm}}) for name, arm in arms.items()]
         if all(found.fits for found in alone):
             yield ["each arm in a run of its own"], max(alone, key=lambda found: found.needed)
-    held = not (is_captured(settings["data"]) or is_served(settings.get("served")))  # whether this run holds the target
+    held = runs_target(settings["data"], settings.get("served"))
     more = [gpus for gpus in (2, 4, 8, 16) if gpus > settings["gpus"]]
     if device != "map" and not _adapts(settings):
         yield from _first(_shared_out(settings, gpus, held) for gpus in (settings["gpus"], *more))

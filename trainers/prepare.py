@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
@@ -63,6 +63,8 @@ def prepare(
     stored (data/capturing.py). ``changed``: for each arm the settings that differ from the defaults, for its report. Raises UserError
     naming the key or the file; door/schema.py has checked types and ranges before.
     """
+    if capture is not None and capture["out"] is None:
+        capture = None
     own = {name: dict(each) for name, each in (arms or {"": {"head": head, "loss": loss, "trainer": trainer}}).items()}
     decoding, places = open_decode(decode), places_of(out, out_fallback)
     _check_decode(decoding)
@@ -72,20 +74,22 @@ def prepare(
     if trainer["epochs"] is not None and data.get("stream"):
         raise UserError("trainer.epochs: of streamed data nobody knows how long an epoch is: give trainer.steps, or data.stream=false")
     with ExitStack() as stack:
-        for key, place in zip(("out", "out_fallback"), places, strict=False):
-            for folder in dict.fromkeys([place, *(place / name for name in own)]) if is_main() else ():
-                stack.enter_context(locked(folder, key))
         if is_main():
+            for key, place in zip(("out", "out_fallback"), places, strict=False):
+                for folder in dict.fromkeys([place, *(place / name for name in own)]):
+                    stack.enter_context(locked(folder, key))
             own_spare(places)
         trainer, batch = _shared_out(trainer, own, runs, bool(data.get("stream")))
-        for name, each in own.items() if trainer["epochs"] is None else ():  # as far as possible before the target is loaded
-            check_earlier(runs[name], lasting(each, data, batch), trainer["resume"])
-        _check_capture(capture, data, own, [folder for folders in runs.values() for folder in (*places, *folders)])
+        if trainer["epochs"] is None:  # else the number of steps is not known before the data are read
+            for name, each in own.items():
+                check_earlier(runs[name], lasting(each, data, batch), trainer["resume"])
+        if capture is not None:
+            _check_capture(capture, data, own, [folder for folders in runs.values() for folder in (*places, *folders)])
         about = _target(target, data, own, served, stack)
         source = open_source(data, about, length=trainer["length"], seed=trainer["seed"])
         trainer = trainer | {"steps": _steps(trainer, source)}
         own = {name: each | {"trainer": each["trainer"] | {"steps": trainer["steps"]}} for name, each in own.items()}
-        drafters = {name: first_drafter(name, each, about, source, runs[name][0]) for name, each in own.items()}
+        drafters = {name: first_drafter(name, each, about, source, runs[name]) for name, each in own.items()}
         parts = dict(target=target, data=data, decode=decode, export=export, tracker=tracker, trainer=trainer, parallel=parallel)
         job = Job(
             places, about, source, open_accelerator(trainer["precision"], about.device, trainer["timeout"]), several=arms is not None,
@@ -94,17 +98,19 @@ def prepare(
             dtype=about.dtype if export["dtype"] == "auto" else DTYPES[export["dtype"]],
         )  # fmt: skip
         about.expect(job.taps, trainer["length"])
-        job.source = _capturing(job, capture, stack)
+        if capture is not None:
+            job.source = _capturing(job, capture, stack)
         if job.reported:  # checked before the training, not only after it
             job.prompts = source.prompts(decoding.prompts, decoding.new_tokens)
             check_prompts(job.prompts, decoding.new_tokens, about)
             sizes_of(decoding.sequences, len(job.prompts))
         job.held_out = _held_out(job)
-        known: Settings = {"target": about.fingerprint, "rows": source.digest(), "capture": _storage(capture)}
+        storage = None if capture is None else capture["storage"]  # the training depends on it, not on the folder
+        known: Settings = {"target": about.fingerprint, "rows": source.digest(), "capture": storage}
         same = {name: lasting(each, data, batch, **known, **_counted(each["head"], drafters[name][0])) for name, each in own.items()}
         for name in own:  # refuse before anything in the folder changes
             check_earlier(runs[name], same[name], trainer["resume"])
-        job.arms = [_open_arm(job, stack, name, *drafters[name], runs[name], same[name], {"provenance": provenance()}) for name in own]
+        job.arms = [_open_arm(job, stack, name, *drafters[name], runs[name], same[name]) for name in own]
         job.held = stack.pop_all()
         return job
 
@@ -134,9 +140,7 @@ def needs_layers(data: Settings, own: Mapping[str, Settings], served: Settings |
     """Whether this process must load the target's layers for training: to read the data (unless captured or served), to score the
     drafter's own text, or to train an adapter. (Drafters that share layers with the target need them too; that is not counted here.)
     """
-    if not (is_captured(data) or is_served(served)):
-        return True
-    return any(each["trainer"]["lora"] is not None or each["loss"]["on_policy"] for each in own.values())
+    return runs_target(data, served) or any(each["trainer"]["lora"] is not None or each["loss"]["on_policy"] for each in own.values())
 
 
 def _check_decode(decoding: Decode) -> None:
@@ -148,14 +152,19 @@ def _check_decode(decoding: Decode) -> None:
                         "python -m inference tune speculator=DIR prompts=FILE.jsonl and report with decode=tuned")  # fmt: skip
 
 
-def is_served(served: Settings | None) -> bool:
+def is_served(served: Settings | None) -> TypeGuard[Settings]:
     """Whether a server runs the target."""
     return served is not None and served["url"] is not None
 
 
+def runs_target(data: Settings, served: Settings | None) -> bool:
+    """Whether this process runs the target over the data: its states were not captured before, and no server computes them."""
+    return not (is_captured(data) or is_served(served))
+
+
 def _target(settings: Settings, data: Settings, own: dict[str, Settings], served: Settings | None, stack: ExitStack) -> TargetInfo:
     """The target: a server's, or its config and ends alone, or with its layers if these are needed. Raises UserError."""
-    if served is not None and is_served(served):
+    if is_served(served):
         return stack.enter_context(closing(_served(settings, data, own, served)))
     if not needs_layers(data, own):
         return read_target(settings)
@@ -204,14 +213,7 @@ def _counted(head: Settings, drafter: Drafter) -> Settings:
     return {"draft_vocab": hashlib.sha256(json.dumps(drafter.config["draft_vocab"]).encode()).hexdigest()[:16]}
 
 
-def _storage(capture: Settings | None) -> str | None:
-    """The storage format of captured states; None if none are captured. The training depends on the format, not on the folder."""
-    return None if capture is None or capture["out"] is None else capture["storage"]
-
-
-def _check_capture(capture: Settings | None, data: Settings, own: Mapping[str, Settings], runs: Sequence[Path]) -> None:
-    if capture is None or _storage(capture) is None:
-        return
+def _check_capture(capture: Settings, data: Settings, own: Mapping[str, Settings], runs: Sequence[Path]) -> None:
     if Path(capture["out"]).resolve() in {run.resolve() for run in runs}:
         raise UserError(f"capture.out={capture['out']} is the run's own folder: give another, for what the target says")
     if is_captured(data):
@@ -222,10 +224,8 @@ def _check_capture(capture: Settings | None, data: Settings, own: Mapping[str, S
         raise UserError("capture.out: trainer.lora changes what the target says while it is captured: leave one of them out")
 
 
-def _capturing(job: Job, capture: Settings | None, stack: ExitStack) -> Source:
-    """The source of the job; with ``capture.out`` one that also stores the target's states. ``stack`` closes it."""
-    if capture is None or _storage(capture) is None:
-        return job.source
+def _capturing(job: Job, capture: Settings, stack: ExitStack) -> Source:
+    """The source of the job, which also stores the target's states in ``capture.out``. ``stack`` closes it."""
     from headstart.data.capturing import Capturing
     from headstart.data.folder import open_folder
 
@@ -251,27 +251,24 @@ def beginnings(job: Job) -> list[list[int]]:
     return [row[:BEGINNING].tolist() for batch in job.held_out for row in batch.tokens_BT]
 
 
-def _open_arm(
-    job: Job, stack: ExitStack, name: str, drafter: Drafter, rng: Mapping[str, Tensor], runs: list[Path], same: Settings, record: Settings
-) -> Arm:
+def _open_arm(job: Job, stack: ExitStack, name: str, drafter: Drafter, rng: Mapping[str, Tensor], runs: list[Path], same: Settings) -> Arm:
     """An arm with its tracker, which ``stack`` closes. ``rng``: the random state at the start of its training. ``same``: the settings that
-    a checkpoint must have in common with it. ``record``: stored, but not compared.
+    a checkpoint must have in common with it.
     """
-    each, main, trainer = job.own[name], job.accelerator.is_main_process, job.settings["trainer"]
-    settings = {group: job.settings[group] for group in ("target", "data", "decode", "export", "parallel")} | each
+    own, main, trainer, tracking = job.own[name], job.accelerator.is_main_process, job.settings["trainer"], job.settings["tracker"]
+    settings, origin = {group: job.settings[group] for group in ("target", "data", "decode", "export", "parallel")} | own, provenance()
     if main:
-        _put_settings(runs, settings | record)
-    tracker = job.settings["tracker"]
-    about = settings | record | {"tracker": tracker, "out": str(runs[0]), "processes": job.accelerator.num_processes}
+        _put_settings(runs, settings | {"provenance": origin})
+    about = settings | {"provenance": origin, "tracker": tracking, "out": str(runs[0]), "processes": job.accelerator.num_processes}
     epoch = trainer["length"] * _rows(job.source)
-    inputs = _inputs(job, same)
-    log = Tracker(runs[0], about, main=main, resume=trainer["resume"], arm=name, epoch=epoch, inputs=inputs, **tracker)
-    stack.callback(log.close)
+    tracker = Tracker(runs[0], about, main=main, resume=trainer["resume"], arm=name, epoch=epoch, inputs=_inputs(job, same), **tracking)
+    stack.callback(tracker.close)
     set_rng_state(rng)
-    loop = {k: v for k, v in each["trainer"].items() if k not in (*SHARED, "start")}
-    target = job.target.opened() if each["loss"]["on_policy"] else None
-    more = dict(target=target, seed=trainer["seed"], spare=next(iter(runs[1:]), None), parallel=job.settings["parallel"])
-    return Arm(name, drafter, runs[0], log, same, {"config": settings, **record}, loss=each["loss"], **more, **loop)
+    return Arm(
+        name, drafter, runs[0], tracker, same, {"config": settings, "provenance": origin}, loss=own["loss"],
+        target=job.target.opened() if own["loss"]["on_policy"] else None, seed=trainer["seed"], spare=next(iter(runs[1:]), None),
+        parallel=job.settings["parallel"], **{k: v for k, v in own["trainer"].items() if k not in (*SHARED, "start")},
+    )  # fmt: skip
 
 
 def _inputs(job: Job, same: Settings) -> list[Input]:
@@ -287,11 +284,11 @@ def _inputs(job: Job, same: Settings) -> list[Input]:
 
 def _put_settings(runs: Sequence[Path], settings: Settings) -> None:
     """Write config.json into the run folder, or if that fails into the one in ``out_fallback``. Raises UserError if both fail."""
-    said = json.dumps(settings, indent=2) + "\n"
+    text = json.dumps(settings, indent=2) + "\n"
     for folder in runs:
         place = folder / "config.json"
         try:
-            return put_text(place, said)
+            return put_text(place, text)
         except OSError as e:
             if folder == runs[-1]:
                 raise UserError(f"the run folder out={runs[0]} cannot be written: {e}") from e

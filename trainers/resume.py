@@ -75,18 +75,15 @@ def began_with(runs: Iterable[Path], now: Batch) -> Batch:
     different numbers of rows.
     """
     found: dict[Batch, Path] = {}
-    for folder in (there[-1] for run in runs if (there := checkpoint.folders(run))):
+    for folder in filter(None, map(checkpoint.newest, runs)):
         settings = checkpoint.read_state(folder)["settings"]
-        saved = [settings.get("trainer", {}).get(key) for key in ("batch_size", "accumulate")] + [
-            settings.get("launcher", {}).get("processes")
-        ]
+        trainer, launcher = settings.get("trainer", {}), settings.get("launcher", {})
+        saved = Batch(trainer.get("batch_size"), trainer.get("accumulate"), launcher.get("processes"))
         if all(type(x) is int and x > 0 for x in saved):
-            found[Batch(*saved)] = folder
+            found[saved] = folder
     if len({batch.size for batch in found}) > 1:
-        first, other = list(found.items())[:2]
-        raise UserError(
-            f"the steps of {first[1]} have {first[0].size} rows, those of {other[1]} {other[0].size}: they do not go on together"
-        )
+        (a, one), (b, other) = list(found.items())[:2]
+        raise UserError(f"the steps of {one} have {a.size} rows, those of {other} {b.size}: they do not go on together")
     return next(iter(found), now)
 
 
@@ -124,8 +121,8 @@ def check_earlier(runs: Sequence[Path], same: dict[str, Any], resume: bool) -> N
     """Raises UserError for checkpoints of an earlier run that this run cannot resume from, or cannot even list in order to remove them."""
     if resume:
         resumable(runs, same)
-    for run in runs:
-        checkpoint.folders(run)
+    else:
+        checkpoint.folders(*runs)
 
 
 def resumable(runs: Iterable[Path], settings: dict[str, Any]) -> tuple[Path, dict[str, Any]] | None:
@@ -135,7 +132,7 @@ def resumable(runs: Iterable[Path], settings: dict[str, Any]) -> tuple[Path, dic
     known before the target is loaded. Raises UserError if a checkpoint is damaged, has other settings, or belongs to a run of another
     number of steps that this run cannot continue.
     """
-    there = sorted((folder for run in runs for folder in checkpoint.folders(run)), key=checkpoint.step_of)
+    there = checkpoint.folders(*runs)
     for folder in reversed(there):
         state = checkpoint.read_state(folder)
         _same_settings(state["settings"], settings, folder)
@@ -155,47 +152,47 @@ def _leads_to(state: dict[str, Any], settings: dict[str, Any]) -> bool:
     step, then, steps = state["step"], saved.get("steps"), now.get("steps")
     if then == steps:
         return True
-    if step > steps or counts_in_shares(now["warmup"], now["lora"], settings["loss"]):
+    if step > steps or counts_in_shares(now["warmup"], now["lora"], settings["loss"]["base_until"]):
         return False
     rate = (now["warmup"], now["schedule"], now.get("floor", FLOOR))
     return all(learning_rate(t, then, *rate) == learning_rate(t, steps, *rate) for t in range(step))
 
 
-def counts_in_shares(warmup: float, lora: Any, loss: dict[str, Any]) -> bool:
+def counts_in_shares(warmup: float, lora: Any, base_until: float) -> bool:
     """Whether a setting is a share of the number of steps. Then every step depends on that number."""
-    return 0 < warmup < 1 or lora is not None or bool(loss["base_until"])
+    return 0 < warmup < 1 or lora is not None or base_until > 0
 
 
 def _no_way(newest: Path, state: dict[str, Any], settings: dict[str, Any]) -> str:
-    run, step, then = newest.parent.parent, state["step"], state["settings"]["trainer"]["steps"]
-    now, trained = settings["trainer"]["steps"], run / "speculator"
-    why = f"trainer.schedule={settings['trainer']['schedule']} has fallen on its way to {then}"
+    run, step, then, trainer = newest.parent.parent, state["step"], state["settings"]["trainer"]["steps"], settings["trainer"]
+    now, trained = trainer["steps"], run / "speculator"
+    why = f"trainer.schedule={trainer['schedule']} has fallen on its way to {then}"
     if step > now:
         why = "it is beyond them"
-    elif counts_in_shares(settings["trainer"]["warmup"], settings["trainer"]["lora"], settings["loss"]):
+    elif counts_in_shares(trainer["warmup"], trainer["lora"], settings["loss"]["base_until"]):
         why = "trainer.warmup below 1, loss.base_until and trainer.lora.start are shares of the steps"
     further = f"go on from its weights in a folder of its own (trainer.start={trained} out=DIR)"
     if not trained.is_dir():
-        further = f"finish it (trainer.steps={then}) and go on from its weights in a folder of its own (trainer.start={trained} out=DIR)"
+        further = f"finish it (trainer.steps={then}) and {further}"
     return f"{run} holds a run of trainer.steps={then} at step {step}, which cannot become one of {now}: {why}. " \
            f"Either {further}, or start over with trainer.resume=false"  # fmt: skip
 
 
 def _same_settings(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
     """Raises UserError naming a key whose value has changed: resuming would make a different run under the same name."""
-    a, b = ({k: v for k, v in flat(x).items() if v != {}} for x in ({key: saved.get(key) for key in now}, now))
-    a = {k: v for k, v in EARLIER.items() if k in b} | a
-    found = (k for k in a.keys() | b.keys() if a.get(k) != b.get(k) and k != "trainer.steps")
-    changed = sorted(found, key=lambda k: (not k.endswith(".name"), k))  # name first: another drafter also has other settings
+    old, new = ({k: v for k, v in flat(x).items() if v != {}} for x in ({key: saved.get(key) for key in now}, now))
+    old = {k: v for k, v in EARLIER.items() if k in new} | old
+    differ = (k for k in old.keys() | new.keys() if old.get(k) != new.get(k) and k != "trainer.steps")
+    changed = sorted(differ, key=lambda k: (not k.endswith(".name"), k))  # name first: another drafter also has other settings
     if not changed:
         return
-    run, key = folder.parent.parent, changed[0]
+    run = folder.parent.parent
     advice = "give the new run its own folder (out=DIR), or start over with trainer.resume=false"
     if changed == ["rows"]:
         raise UserError(f"{run} holds a run that was trained on other rows: the data have changed since, or what makes tokens of them "
                         f"(SHA-256 {str(saved.get('rows'))[:12]}, now {now['rows'][:12]}): {advice}")  # fmt: skip
     key = next(k for k in changed if k != "rows")  # rows change as a consequence of other keys
-    raise UserError(f"{run} holds a run with {key}={_short(a.get(key))}, now it is {_short(b.get(key))}: {advice}")
+    raise UserError(f"{run} holds a run with {key}={_short(old.get(key))}, now it is {_short(new.get(key))}: {advice}")
 
 
 def _short(value: Any) -> str:

@@ -93,7 +93,7 @@ class Saver:
 
     def newest(self) -> Path | None:
         """The folder of the newest whole checkpoint; None if there is none. Raises UserError if they cannot be listed."""
-        return max((folder for place in self.places for folder in checkpoint.folders(place)), key=checkpoint.step_of, default=None)
+        return checkpoint.newest(*self.places)
 
     def secure(self, room: Room, patient: bool) -> None:
         """After the training, write the checkpoint that ``save`` could not write. Only the main process calls this. ``patient``: wait for

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -29,16 +29,19 @@ def check_start(start: str | None, head: Settings, runs: Iterable[Path]) -> None
         raise UserError(f"trainer.start goes on with all weights: for LoRA take head.folder={start} head.config=null instead")
 
 
-def first_drafter(name: str, own: Settings, target: TargetInfo, source: Source, run: Path) -> tuple[Drafter, dict[str, Tensor]]:
+def first_drafter(
+    name: str, own: Settings, target: TargetInfo, source: Source, places: Sequence[Path]
+) -> tuple[Drafter, dict[str, Tensor]]:
     """An arm's drafter and the random state at the start of its training, both as if the arm trained alone. ``own``: its head, loss and
-    trainer. With ``trainer.start``, ``own["head"]`` is replaced by the settings of the loaded drafter. Raises UserError.
+    trainer. With ``trainer.start``, ``own["head"]`` is replaced by the settings of the loaded drafter. ``places``: the arm's run folder,
+    and the one on another disk if there is one. Raises UserError.
     """
     set_seed(own["trainer"]["seed"])
     try:
         if (start := own["trainer"]["start"]) is None:
             drafter = open_drafter(own["head"], target, source)
         else:
-            drafter, own["head"] = open_start(start, own["head"], target, source, run, own["trainer"]["resume"])
+            drafter, own["head"] = open_start(start, own["head"], target, source, places, own["trainer"]["resume"])
     except UserError as e:
         raise UserError(f"arm {name}: {e}" if name else str(e)) from e
     return drafter, checkpoint.rng_state()
@@ -69,32 +72,34 @@ def trained_drafter(folder: str, head: str, target: TargetInfo) -> Drafter:
     return drafter.to(device=target.device, dtype=torch.float32).train()
 
 
-def open_start(start: str, head: Settings, target: TargetInfo, source: Source, run: Path, resume: bool) -> tuple[Drafter, Settings]:
+def open_start(
+    start: str, head: Settings, target: TargetInfo, source: Source, places: Sequence[Path], resume: bool
+) -> tuple[Drafter, Settings]:
     """The drafter of ``trainer.start`` and its settings. A resumed run that began with it does not need the folder: the checkpoint, which
-    is loaded later, holds all weights. Raises UserError.
+    is loaded later, holds all weights. ``places``: as in ``first_drafter``. Raises UserError.
     """
-    settings = _began(start, head["name"], run) if resume else None
+    settings = _began(start, head["name"], places) if resume else None
     if settings is None:
         drafter = trained_drafter(start, head["name"], target)
         settings = {"name": drafter.config["head"]} | {k: v for k, v in drafter.config.items() if k != "head"}
     else:
         drafter = open_drafter(settings, target, source)
-    how = {key: head[key] for key in drafter.only_trained if key in head and key in settings}
-    if how:
+    trained_by = {key: head[key] for key in drafter.only_trained if key in head and key in settings}
+    if trained_by:
         with torch.device("meta"):  # built only for its error about a wrong value
-            hub.build(head["name"], target.shape, **{k: v for k, v in settings.items() if k != "name"} | how)
-    for key, value in how.items():
+            hub.build(head["name"], target.shape, **{k: v for k, v in settings.items() if k != "name"} | trained_by)
+    for key, value in trained_by.items():
         setattr(drafter, key, value)
-    drafter.config |= how
-    return drafter, settings | how
+    drafter.config |= trained_by
+    return drafter, settings | trained_by
 
 
-def _began(start: str, name: str, run: Path) -> Settings | None:
+def _began(start: str, name: str, places: Sequence[Path]) -> Settings | None:
     """The head's settings in the run's newest checkpoint, if that run began with the drafter in ``start``; else None."""
-    newest = checkpoint.folders(run)[-1:]
-    if not newest:
+    newest = checkpoint.newest(*places)
+    if newest is None:
         return None
-    saved = checkpoint.read_state(newest[0])["settings"]
+    saved = checkpoint.read_state(newest)["settings"]
     head, trainer = saved.get("head"), saved.get("trainer")
     same = isinstance(head, dict) and isinstance(trainer, dict) and head.get("name") == name and trainer.get("start") == start
     return dict(head) if same else None

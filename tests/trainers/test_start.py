@@ -42,6 +42,17 @@ def test_going_on_from_a_trained_drafter(composed, overrides, target_folder, tmp
         run(**composed(*overrides, "trainer.start=nowhere", "trainer.resume=false"))
 
 
+def test_a_start_that_is_gone_is_not_needed_where_the_checkpoints_are_on_the_other_disk(composed, overrides, target_folder, tmp_path):
+    target, speculator, spare = Target.load(str(target_folder)), tmp_path / "trained", tmp_path / "spare"
+    hub.save(fresh("eagle", target.shape), speculator, target.card, torch.float32)
+    spare.mkdir()
+    more = ["head=eagle", "trainer.steps=1", f"trainer.start={speculator}", f"out_fallback={spare}"]
+    run(**composed(*overrides, *more))
+    (tmp_path / "run" / "checkpoints").rename(spare / "run" / "checkpoints")
+    shutil.rmtree(speculator)
+    assert run(**composed(*overrides, *more))[""]["train_steps"] == 1
+
+
 @pytest.mark.parametrize("head", HEADS)
 def test_every_drafter_can_be_gone_on_with(head, tmp_path):
     """What trains in a fresh one trains in one that was loaded."""
@@ -67,11 +78,11 @@ def test_how_it_is_trained_the_command_line_says(head, key, value, tmp_path):
     target = tiny_target()
     hub.save(make(head, target), tmp_path / "s", target.card, torch.float32)
     settings = {"name": head, **arguments(head), "intermediate_size": 24}
-    drafter, own = open_start(str(tmp_path / "s"), settings | {key: value}, target, NO_SOURCE, tmp_path / "run", True)
+    drafter, own = open_start(str(tmp_path / "s"), settings | {key: value}, target, NO_SOURCE, [tmp_path / "run"], True)
     assert getattr(drafter, key) == drafter.config[key] == own[key] == value and own["name"] == head
     assert own["intermediate_size"] is None  # what it is, the folder says
     with pytest.raises(UserError, match=rf"head\.{key} must be a .*number.*, found None"):
-        open_start(str(tmp_path / "s"), settings | {key: None}, target, NO_SOURCE, tmp_path / "run", True)
+        open_start(str(tmp_path / "s"), settings | {key: None}, target, NO_SOURCE, [tmp_path / "run"], True)
 
 
 @pytest.mark.parametrize(
