@@ -6,6 +6,7 @@ import functools
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from headstart.heads import hub
 from headstart.inference.decoding.target import Target
 from headstart.inference.speculator import load_attached
 from headstart.trainers import diagnosis
-from headstart.trainers.diagnosis import CURES, Case, diagnose, lines, serving
+from headstart.trainers.diagnosis import CURES, Case, diagnose, lines, serving, text
 from tests.doors import call
 
 ASSETS = Path(__file__).parents[2] / "assets"
@@ -69,6 +70,20 @@ def test_weights_that_are_no_numbers_are_a_stale_export() -> None:
         (found,) = serving.stale(replace(healthy(), drafter=drafter))
         assert found.cause == CURES["export"][0] and f"1 of {len(names)} tensors" in found.evidence
         assert found.evidence.endswith(f"{name} holds values that are not finite")
+
+
+def test_logits_of_a_row_are_made_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of thousands of tokens would take gigabytes, beside a training."""
+    made, logits = list[int](), Target.logits
+    monkeypatch.setattr(Target, "logits", lambda self, final_ND: made.append(len(final_ND)) or logits(self, final_ND))
+    monkeypatch.setattr(text, "NATS", -inf)
+    monkeypatch.setattr(text, "SIGMAS", -inf)
+    found = []
+    for rows in (3, 10**9):
+        monkeypatch.setattr(text, "ROWS", rows)
+        found.append(text.policy(healthy())[0].evidence)
+        made.append(-1)
+    assert max(made[: made.index(-1)]) == 3 < max(made) and found[0] == found[1] and "nats" in found[0]
 
 
 def test_rows_without_prompts_are_looked_at_alone() -> None:

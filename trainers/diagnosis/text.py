@@ -1,7 +1,7 @@
 """Checks whether the training text is like the prompts: how rows and prompts begin, where answers begin, and whether the target could
 have written the rows.
 
-Shape suffixes: B batch, T tokens, D hidden.
+Shape suffixes: B batch, T tokens, N those that count, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from math import sqrt
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from headstart.data.batch import TokenBatch, spans
 from headstart.inference.serving.text import BadRow, render
@@ -23,6 +24,7 @@ BEHIND = 12  # the most tokens before an answer to compare
 ALIKE = 0.7  # the least share of tokens that must survive decoding and tokenizing again
 NATS, SIGMAS = 0.5, 5.0  # the least excess of cross-entropy over entropy per token, and in standard errors
 LOOKED = 64  # the most documents to tokenize again
+ROWS = 256  # positions whose logits are computed at a time: those of a whole row may not fit beside a training
 
 
 class Document(NamedTuple):
@@ -123,15 +125,22 @@ def policy(case: Case) -> list[Finding]:
     """Whether the training text is not the target's own. On its own samples a target's mean negative log-likelihood equals its entropy; on
     other text it is higher.
     """
+
+    def excess(final_ND: Tensor, said_N: Tensor) -> float:
+        """The negative log-likelihood of these tokens above the entropy, summed."""
+        log_p_NV = case.target.logits(final_ND).float().log_softmax(-1)
+        entropy_N = -(log_p_NV.exp() * log_p_NV).nan_to_num().sum(-1)
+        return float((-log_p_NV.gather(-1, said_N[:, None])[:, 0] - entropy_N).sum())
+
     gaps = []
     for batch in case.rows:
-        states, final_BTD = case.target.read(batch.tokens_BT, batch.positions_BT, ())
+        _, final_BTD = case.target.read(batch.tokens_BT, batch.positions_BT, ())
         for b in range(len(final_BTD)):
             counts_T = (batch.loss_mask_BT[b, 1:] & (batch.documents_BT[b, 1:] == batch.documents_BT[b, :-1])).to(final_BTD.device)
-            if counts_T.any():
-                log_p = case.target.logits(final_BTD[b, :-1][counts_T]).float().log_softmax(-1)
-                said = log_p.gather(-1, batch.tokens_BT[b, 1:].to(final_BTD.device)[counts_T][:, None])[:, 0]
-                gaps.append(float((-said - -(log_p.exp() * log_p).nan_to_num().sum(-1)).mean()))
+            final_ND, said_N = final_BTD[b, :-1][counts_T], batch.tokens_BT[b, 1:].to(final_BTD.device)[counts_T]
+            if len(said_N):
+                pieces = zip(final_ND.split(ROWS), said_N.split(ROWS), strict=True)
+                gaps.append(sum(excess(*piece) for piece in pieces) / len(said_N))
     if len(gaps) < 2:
         return []
     gap = sum(gaps) / len(gaps)
