@@ -117,12 +117,11 @@ def _calls(message: Any) -> list[dict[str, Any]]:
     """
     if not isinstance(message, dict):
         return []
-    found = message.get("tool_calls") or []
     if message.get("from") == CALLS:
-        found = _object(message.get("value"), "function_call")
-    elif message.get("function_call"):
-        found = message["function_call"]
-    exact, made = message.get("from") == CALLS and isinstance(message.get("value"), str), []
+        found, exact = _object(message.get("value"), "function_call"), isinstance(message.get("value"), str)
+    else:
+        found, exact = message.get("function_call") or message.get("tool_calls") or [], False
+    made = []
     for call in found if isinstance(found, list) else [found]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):

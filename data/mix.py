@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.data.live import announced
-from headstart.data.packed import InMemory, Laid, OnDemand, Packed, joined
+from headstart.data.packed import InMemory, Laid, Packed, joined
 from headstart.data.source import Source, check_source, defaults, is_captured, observing, open_source, say
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.target import Target
@@ -88,7 +88,7 @@ def _settings(sources: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list
     return found, [float(weight) for weight in weights]
 
 
-class Mixed(OnDemand):
+class Mixed(Packed):
     """The rows of several sources. ``weights`` are each source's share of an epoch. Without weights, every row comes once."""
 
     def __init__(self, parts: Sequence[Packed], weights: Sequence[float] | None) -> None:

@@ -9,7 +9,6 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -60,8 +59,6 @@ def joined(parts: Sequence[Laid]) -> Laid:
 class Packed(ABC):
     """Packed rows, accessed by number, in memory or laid out on demand."""
 
-    tokens_RT: NDArray[np.int32]  # of all rows, in memory
-    loss_mask_RT: NDArray[np.bool_]
     padding: int  # tokens of padding in all rows
     dropped: int  # tokens of windows that are too short to keep
     unsupervised: int  # tokens left out in windows and rows without a supervised guess
@@ -144,21 +141,7 @@ class InMemory(Packed):
         return Laid(self.tokens_RT[rows], self.loss_mask_RT[rows], self.positions_RT[rows], self.documents_RT[rows])
 
 
-class OnDemand(Packed):
-    """Rows that are laid out on demand."""
-
-    @cached_property
-    def tokens_RT(self) -> NDArray[np.int32]:  # type: ignore[override]
-        """Of all rows, in memory."""
-        return np.concatenate([laid.tokens for laid in self.blocks()])
-
-    @cached_property
-    def loss_mask_RT(self) -> NDArray[np.bool_]:  # type: ignore[override]
-        """Of all rows, in memory."""
-        return np.concatenate([laid.loss_mask for laid in self.blocks()])
-
-
-class Planned(OnDemand):
+class Planned(Packed):
     """Rows described by the pieces of documents in them. The documents may lie on disk.
 
     ``pieces_P3``: for each piece the number of its document, its first token there, and its size in tokens. Pieces are in the order of the

@@ -160,14 +160,13 @@ class Shards:
 
     def stored(self, rows: NDArray[np.int64] | list[int], within: int | None = None, states: bool = True) -> StoredBatch:
         """The rows with these numbers. ``within``: the numbers count from 0 within this file. Without ``states``, only tokens are read."""
-        per_shard, kept = self.index["rows_per_shard"], [f"tap_{tap}" for tap in own_taps(self.taps, self.layers)]
-        kept = [name for each in [*kept, "final"] for name in (each, f"{each}.scale")] if states else []
-        taken: dict[str, list[Tensor]] = {name: [] for name in [*FLAT, *kept]}
+        per_shard = self.index["rows_per_shard"]
+        wanted = [*(f"tap_{tap}" for tap in own_taps(self.taps, self.layers)), "final"] if states else []
+        taken: dict[str, list[Tensor]] = {name: [] for name in [*FLAT, *wanted, *(f"{name}.scale" for name in wanted)]}
         for row in np.asarray(rows).tolist():
             number, place = (row // per_shard, row % per_shard) if within is None else (within, row)
             file = self.prepare(number).result()
-            names = {*file.tensors.keys()}
-            for name in taken.keys() & names:
+            for name in taken.keys() & {*file.tensors.keys()}:
                 part = slice(place, place + 1)
                 if file.starts is not None and name.startswith("final"):
                     part = slice(int(file.starts[place]), int(file.starts[place + 1]))

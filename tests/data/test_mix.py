@@ -37,12 +37,13 @@ def test_weights_are_shares_of_the_rows() -> None:
         ([0.2, 0.3], (27, 40)),
     ):
         mixed = Mixed(parts, weights)
-        tokens = Counter(mixed.tokens_RT[:, 0].tolist())
+        first = mixed.lay(np.arange(len(mixed))).tokens[:, 0]
+        tokens = Counter(first.tolist())
         small, large = ([n for token, n in tokens.items() if (token >= 100) == big] for big in (False, True))
         assert (sum(small), sum(large)) == counts and len(small) == 10 and len(large) == 40  # every row of each
         assert max(small) - min(small) <= 1 and max(large) - min(large) <= 1
         assert mixed.counts(200)[100:].sum() == counts[1] * 16
-    order = mixed.tokens_RT[mixed.order(0, 5), 0] >= 100
+    order = first[mixed.order(0, 5)] >= 100
     assert 0.4 < order[:20].mean() < 0.8  # mixed, not one behind the other
 
 
@@ -78,7 +79,8 @@ def test_as_a_source(sources: Any, target: Any, capsys: Any) -> None:
     assert made.prompts(2, 8) == [alone[0].prompts(2, 8)[0], alone[1].prompts(2, 8)[0]]
     whole = [batch.tokens_BT for batch in islice(made.stream((), 2, 1, 0, 0, 1), 12)]
     assert all(torch.equal(a, b.tokens_BT) for a, b in zip(whole[7:], made.stream((), 2, 1, 7, 0, 1), strict=False))
-    said = torch.from_numpy(made.packed.tokens_RT[made.packed.loss_mask_RT]).long()
+    laid = made.packed.lay(np.arange(len(made.packed)))
+    said = torch.from_numpy(laid.tokens[laid.loss_mask]).long()
     assert torch.equal(made.counts(), torch.bincount(said, minlength=320))
     assert not is_captured(given)
 

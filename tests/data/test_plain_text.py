@@ -121,7 +121,7 @@ def test_a_dataset_and_its_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def rows_of(packed: Packed) -> set[str]:
-    return {str(row.tolist()) for row in packed.tokens_RT}
+    return {str(row.tolist()) for laid in packed.blocks() for row in laid.tokens}
 
 
 def test_it_trains_and_its_prompts_are_held_out(corpus: Path, target: Any, capsys: Any) -> None:
