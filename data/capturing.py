@@ -67,20 +67,20 @@ class Capturing:
         self.accumulate, whole = accumulate, len(self.packed) + held
         self.kept, self.read = np.zeros(whole, bool), np.zeros(whole, bool)  # by row: written, and read, by any process
         self.mine = np.arange(whole) >= len(self.packed)  # by row: this process writes it (those it reads first, and held-out rows)
-        self.names, self.looked = self._put_down(), time.monotonic()  # known row files; the time of the last look for them
+        self.names, self.looked = self._row_files(), time.monotonic()  # known row files; the time of the last look for them
         self._pool, self._writing = ThreadPoolExecutor(1, "writer"), Future[None]()
         self._writing.set_result(None)
         if self.writer.missing and rank == 0:
             say_amount(self.settings, self.packed, self.held_out, self.writer.there.values(), world)
 
-    def _look_around(self) -> None:
+    def _find_written(self) -> None:
         """Find out which rows are written already, by any process. Remove leftover row files."""
         self._writing.result()  # writing held-out rows adds to the names
         if (found := indexes.read_all(self.writer.folder)) is not None:
             self.writer.there |= indexes.files_of(found)
         for number in self.writer.there:
             self.kept[self._rows(number)] = True
-        self.names = self._put_down()
+        self.names = self._row_files()
         for row, name in self.names.items():
             number = file_of(self.settings, row)
             if number in self.writer.there and number % self.world == self.rank:  # killed before it removed this row file
@@ -91,7 +91,7 @@ class Capturing:
         first = first_row(self.settings, number)
         return slice(first, first + rows_of(self.settings, number))
 
-    def _put_down(self) -> dict[int, str]:
+    def _row_files(self) -> dict[int, str]:
         """The names of the row files, by row number. Raises UserError for row files of another capture."""
         found = [match for name in self.writer.folder.sizes() if (match := indexes.ROW.fullmatch(name))]
         if other := next((match[0] for match in found if match[2] != self.capture), None):
@@ -108,7 +108,7 @@ class Capturing:
         each = places(lambda epoch: indexes.order(self.settings, epoch, seed), len(self.packed), step, start, 0, 1)
         read = indexes.order(self.settings, 0, seed)[: start * step]
         self.read[read] = True
-        self._look_around()
+        self._find_written()
         live = -(-len(self.packed) // (step * self.accumulate)) * self.accumulate  # batches until every row has been in one
         if self.target.shared:  # all processes run the target together: none may switch to stored rows before the others
             live = 1 << 62
@@ -187,7 +187,7 @@ class Capturing:
         rows_of_due = {number: range(self._rows(number).start, self._rows(number).stop) for number in due}
         lacking = any(row not in self.names for rows in rows_of_due.values() for row in rows)
         if lacking and self.world > 1 and time.monotonic() - self.looked >= wait:
-            self.names |= self._put_down()
+            self.names |= self._row_files()
             self.looked = time.monotonic()
         for number, rows in rows_of_due.items():
             if all(row in self.names for row in rows):
@@ -241,7 +241,7 @@ class Capturing:
         if not left and index is not None:
             say_errors(index)
             return say(f"captured: {self.out} holds all {len(self.packed):,} rows: data=shards path={self.out} trains from it")
-        self._look_around()  # count the rows of other processes too
+        self._find_written()  # count the rows of other processes too
         have = (
             f"{int(self.kept[: len(self.packed)].sum()):,} of {len(self.packed):,} rows, {size(sum(self.writer.folder.sizes().values()))}"
         )

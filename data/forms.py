@@ -54,11 +54,13 @@ def in_columns(row: dict[str, Any], columns: Sequence[str]) -> dict[str, Any]:
     if not columns:
         if not {"messages", "conversations"} & row.keys():
             text = "; plain text is data=text" if isinstance(row.get("text"), str) else ""
-            raise BadRow(f'not a conversation: no list "messages" or "conversations", it has {_names(row)}: data.columns=[question,answer] '
-                         f"names the columns of a question and its answer, data.columns=[talk] that of a conversation{text}")  # fmt: skip
+            raise BadRow(
+                f'not a conversation: no list "messages" or "conversations", it has {columns_of(row)}: data.columns=[question,answer] '
+                f"names the columns of a question and its answer, data.columns=[talk] that of a conversation{text}"
+            )
         return row
     if absent := [column for column in columns if row.get(column) is None]:
-        raise BadRow(f"no column {absent[0]!r}, it has {_names(row)}: data.columns=[...] says which")
+        raise BadRow(f"no column {absent[0]!r}, it has {columns_of(row)}: data.columns=[...] says which")
     asked = row[columns[0]]
     if len(columns) == 1:
         return {**row, "messages": asked}
@@ -66,7 +68,8 @@ def in_columns(row: dict[str, Any], columns: Sequence[str]) -> dict[str, Any]:
     return {**row, "messages": [*said, {"role": "assistant", "content": row[columns[1]]}]}
 
 
-def _names(row: dict[str, Any]) -> str:
+def columns_of(row: dict[str, Any]) -> str:
+    """The names of a row's columns, for messages."""
     return ", ".join(map(repr, row))[:200] or "nothing"
 
 

@@ -8,19 +8,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from headstart.data import arrow
 from headstart.data.pack import check_length
 from headstart.data.packed import Document, Documents
 from headstart.data.rows import Row, kept, left_out, nothing_in, parsed, passing, rows, tell
-from headstart.data.source import APART, Source, apart, beginnings, drawn, live, say, split_off
+from headstart.data.source import APART, Source, apart, beginnings, check_enough, drawn, live, say
 from headstart.data.table import Origin, Table
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.target import Target
 from headstart.inference.serving.text import BadRow
 
-D = TypeVar("D", bound=Documents)
 LARGE = 8 << 20  # bytes; documents of a file at least this large are kept on disk. A smaller file is tokenised faster than looked up
 
 
@@ -116,27 +115,21 @@ def open_rows(
         return open_stream(target, reader, rows_from, path, place, length=length, seed=seed, own=own)
     origin = Origin(path, split, subset, limit)
     folder: Path | None = None
+    documents: Documents
     train: Documents
     if origin.size is not None and origin.size < LARGE and cache is None:
-        made = in_memory(reader, path, split, subset, limit)
-        held, train = (own, made) if own is not None else split_off([[each] for each in _enough(reader, path, made)], seed)
+        documents = in_memory(reader, path, split, subset, limit)
     else:
         folder = arrow.folder_of({"rows": origin.digest(), "limit": limit, **reader.about()}, cache)
-        stored, index = arrow.tokenised(folder, origin.table, reader, reader.check_stored, workers)
+        documents, index = arrow.tokenised(folder, origin.table, reader, reader.check_stored, workers)
         if index["left_out"]["count"]:
             tell([left_out(path, **index["left_out"])])
-        if not len(stored):
+        if not len(documents):
             raise nothing_in(path, reader.what, index["left_out"]["first"])
-        if own is not None:
-            held, train = own, stored
-        else:
-            few, most = drawn(len(_enough(reader, path, stored)), seed)
-            held, train = [stored[i] for i in few.tolist()], arrow.Chosen(stored, most)
+    if own is not None:
+        held, train = own, documents
+    else:
+        check_enough(path, reader.what.removesuffix("s"), len(documents))
+        few, most = drawn(len(documents), seed)
+        held, train = [documents[i] for i in few.tolist()], arrow.Chosen(documents, most)
     return live(target, train, held, length, seed, lambda count, new: beginnings(target, held, count, new), folder)
-
-
-def _enough(reader: Reader, path: str, made: D) -> D:
-    if len(made) < 2:
-        one = reader.what.removesuffix("s")
-        raise UserError(f"path={path}: one {one} is held out, so at least two are needed, found {len(made)}; or data.held_out=FILE")
-    return made

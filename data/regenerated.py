@@ -22,7 +22,7 @@ import numpy as np
 from headstart.data import stdlib
 from headstart.data.packed import Document
 from headstart.data.rows import Binary, file_path, is_there, reading
-from headstart.data.source import Source, apart, beginnings, live, split_off
+from headstart.data.source import Source, apart, beginnings, check_enough, live, split_off
 from headstart.heads.errors import UserError
 from headstart.heads.seal import tokenizer_sha
 from headstart.inference.decoding.target import Target
@@ -135,10 +135,8 @@ def open(target: Target, *, length: int, seed: int, path: str, held_out: str | N
     if held_out is not None:
         own, source = read(apart(held_out, path)[0], target.tokenizer, target.shape.vocab_size)
         held, train = ([document for group in part for document in group] for part in (own, groups))
-    elif len(groups) < 2:
-        raise UserError(f"path={path}: one conversation or text is held out, so at least two are needed, found {len(groups)}; "
-                        "or data.held_out=FILE")  # fmt: skip
     else:
+        check_enough(path, "conversation or text", len(groups))
         held, train = split_off(groups, seed)
 
     def ask(count: int, new: int) -> list[list[int]]:

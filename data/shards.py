@@ -13,7 +13,7 @@ import json
 from collections import deque
 from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
@@ -71,7 +71,7 @@ class StoredBatch(TokenBatch):
         """The same batch in pinned memory, from which copies to a GPU are asynchronous."""
         final_F = None if self.final_F is None else self.final_F.pin_memory()
         stored = {name: x.pin_memory() for name, x in self.stored.items()}
-        return replace(self, **self.each(Tensor.pin_memory), stored=stored, final_F=final_F)
+        return StoredBatch(**self.each(Tensor.pin_memory), stored=stored, final_F=final_F, taps=self.taps, layers=self.layers)
 
 
 @dataclass

@@ -241,6 +241,12 @@ def apart(held_out: str, path: str, split: str = "train") -> tuple[str, str]:
     return held_out, split
 
 
+def check_enough(path: str, what: str, count: int) -> None:
+    """Raises UserError for fewer than two documents, of which ``drawn`` holds one out. ``what``: the word for one of them."""
+    if count < 2:
+        raise UserError(f"path={path}: one {what} is held out, so at least two are needed, found {count}; or data.held_out=FILE")
+
+
 def split_off(groups: list[list[Document]], seed: int) -> tuple[list[Document], list[Document]]:
     """The documents of the held-out groups, and those of all other groups. ``drawn`` chooses whole groups."""
     held, rest = ([document for i in part.tolist() for document in groups[i]] for part in drawn(len(groups), seed))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from headstart.data.forms import columns_of
 from headstart.data.plain import Text
 from headstart.data.rows import Row, each, file_path, is_dataset, is_there, read_text, tell
 from headstart.heads.errors import UserError
@@ -37,9 +38,8 @@ def cut(found: Iterable[tuple[str, str]], whole: int) -> Iterator[Text]:
 def value_of(row: dict[str, Any], field: str) -> str:
     """The text in the column ``field`` of a row. Raises BadRow if there is none."""
     if not isinstance(text := row.get(field), str):
-        has = ", ".join(map(repr, row))[:200] or "nothing"
         talk = "; conversations are data=chat" if {"messages", "conversations"} & row.keys() else ""
-        raise BadRow(f"no text in {field!r}, it has {has}: data.field=NAME says where the text stands{talk}")
+        raise BadRow(f"no text in {field!r}, it has {columns_of(row)}: data.field=NAME says where the text stands{talk}")
     return unicode(text, field)
 
 

@@ -37,8 +37,8 @@ class Asked(NamedTuple):
     stops: list[str]
     logprobs: int | None  # log-probabilities of so many likeliest tokens are told, beside each token's own; None: none at all
     stream: bool
-    usage: bool  # whether a stream too ends with the counts of tokens
-    always: bool  # whether each of its pieces has them
+    usage: bool  # whether a stream ends with the counts of tokens, as a whole answer does
+    always: bool  # whether each piece of the stream has them too
     token_ids: bool  # whether the tokens are told beside the text
     marks: Marks | None  # of the thoughts that are separated from the answer; None: none are
     begun: bool  # whether the prompt has begun a thought

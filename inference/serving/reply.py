@@ -74,14 +74,14 @@ class Answer:
     def whole(self) -> dict[str, Any]:
         """The choice as it stands in an answer that is not streamed."""
         piece = Piece(self.text, self.thought, self.tokens, self.best)
-        return self._choice({"message": {"role": "assistant"} | said(piece)} if self.asked.chat else {"text": self.text}, piece)
+        return self._choice({"message": {"role": "assistant"} | message_of(piece)} if self.asked.chat else {"text": self.text}, piece)
 
     def part(self, piece: Piece) -> dict[str, Any] | None:
         """The choice as it stands in a stream's chunk; None where the chunk would be empty."""
         role, self.begun = {} if self.begun else {"role": "assistant"}, True
         if not (piece.text or piece.thought or role or self.ended or self.asked.token_ids or piece.best):
             return None
-        return self._choice({"delta": role | said(piece)} if self.asked.chat else {"text": piece.text}, piece)
+        return self._choice({"delta": role | message_of(piece)} if self.asked.chat else {"text": piece.text}, piece)
 
     def _choice(self, said: dict[str, Any], piece: Piece) -> dict[str, Any]:
         shown = {"token_ids": piece.tokens} if self.asked.token_ids else {}
@@ -120,7 +120,7 @@ class Answer:
         return text_of_token(self.tokenizer, token)
 
 
-def said(piece: Piece) -> dict[str, str]:
+def message_of(piece: Piece) -> dict[str, str]:
     """What a chat's message or delta says."""
     return {"content": piece.text} | ({"reasoning_content": piece.thought} if piece.thought else {})
 
