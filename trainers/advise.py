@@ -64,6 +64,11 @@ class Choice:
     draft: float  # c, over all guesses of a round, in plain passes
     speedup: tuple[float, float]  # with the larger and the smaller overhead
 
+    @property
+    def gain(self) -> float:
+        """What choices are compared by."""
+        return sum(self.speedup)
+
 
 def tokens_per_round(conditional: Sequence[float], guesses: int) -> float:
     """Tau of a chain: 1 plus the probability, summed over depths, that a depth is reached and accepted. ``conditional``: the acceptance of
@@ -99,7 +104,7 @@ def choose(
         tau = tokens_per_round(conditional, guesses)
         slow, fast = (tau / (verify + draft + overhead) for overhead in reversed(OVERHEAD))
         found.append(Choice(head, sequences, guesses, tau, verify, draft, (slow, fast)))
-    return max(found, key=lambda choice: sum(choice.speedup))
+    return max(found, key=lambda choice: choice.gain)
 
 
 def target_of(where: dict[str, Any]) -> tuple[TargetShape, Model]:
@@ -157,8 +162,9 @@ def advise(config: dict[str, Any]) -> list[Choice]:
         load = (gpu, gpus, sequences, config["context"])
         most = MOST if config["report"] is None else max(map(len, known.values()))  # deeper guesses were not measured
         choices = [choose(head, *made[head], target, known[head], load, most) for head in known]
-        best.append(max(choices, key=lambda choice: sum(choice.speedup)))
-        for c in sorted(choices, key=lambda choice: -sum(choice.speedup)):
+        choices.sort(key=lambda choice: -choice.gain)
+        best.append(choices[0])
+        for c in choices:
             speedup = f"{c.speedup[0]:.2f} to {c.speedup[1]:.2f}"
             rows.append([str(sequences), c.head, str(c.guesses), f"{c.tau:.2f}", f"{c.verify:.2f}", f"{c.draft:.2f}", speedup])
     console, head = Console(), ("load", "drafter", "guesses", "tokens", "verify", "draft", "speed-up")

@@ -29,7 +29,7 @@ from headstart.trainers.optimizer import FLOOR, before_the_fall, learning_rate, 
 from headstart.trainers.parallel import DDP, spread
 from headstart.trainers.patience import Patience
 from headstart.trainers.resume import counts_in_shares, resumable
-from headstart.trainers.saver import Saver, Snapshot
+from headstart.trainers.saver import Saver
 from headstart.trainers.tracker import Tracker
 
 
@@ -72,7 +72,7 @@ class Arm:
         self.learner = Joint(drafter, lora, **loss) if lora else Learner(drafter, **loss)
         self.learner.checkpointing = gradient_checkpointing
         self.optimizers = open_optimizers(drafter, optimizer, lr, betas, weight_decay, **muon) + self.learner.optimizers(betas)
-        self.way = parallel
+        self.parallel_settings = parallel
         self.lr, self.warmup, self.schedule, self.floor, self.clip = lr, warmup, schedule, floor, clip
         self.lasting = not counts_in_shares(warmup, lora, self.learner.base_until)  # its early steps are those of a longer run
         self.places: Sequence[Path] = [run] if spare is None else [run, spare]
@@ -83,7 +83,6 @@ class Arm:
         self.saver = Saver(self.label, self.places, background)
         self.rng: Mapping[str, Tensor] = checkpoint.rng_state()
         self.shown: dict[str, float] = {}
-        self.own_rows: dict[str, Tensor] | None = None
         self.on_policy: OnPolicy | None = None
         if self.learner.on_policy is not None:
             if lora:
@@ -97,39 +96,42 @@ class Arm:
         """
         self.accelerator = accelerator
         found = resumable(self.places, self.settings) if resume else None
-        step = found[1]["step"] if found else 0
-        steps = accelerator.gather(torch.tensor([step], device=accelerator.device)).tolist()
+        self.began, self.cleared = found[1]["step"] if found else 0, False
+        steps = accelerator.gather(torch.tensor([self.began], device=accelerator.device)).tolist()
         if len(set(steps)) > 1:
             raise UserError(f"out must be a folder that all machines share: in {self.run} one process finds a checkpoint of step "
                             f"{max(steps)}, another stands at {min(steps)}")  # fmt: skip
-        self.began, self.cleared, moments = step, False, None
-        if found:
-            newest, state = found
-            if self.on_policy:
-                rows = checkpoint.load_own_rows(newest, accelerator.num_processes, self.drafter.shape.vocab_size)
-                self.on_policy.restore(rows, accelerator.process_index, accelerator.num_processes)
-            moments, self.rng = checkpoint.load(newest, self.learner.trained, self.optimizers)
-            self.fitted = Fitted(state["step"], state["seconds"], state["tokens"])
-            self.guard.restore(state.get("guard", {}))
-            self.patience.restore(state.get("patience", {}))
-            then, now = (x.get("trainer", {}).get("steps") for x in (state["settings"], self.settings))
-            longer = f", now to step {now} instead of {then}" if then != now else ""
-            accelerator.print(f"{self.label}resuming after step {self.fitted.steps} ({newest}){longer}")
-            if stopped := self.patience.over and self.fitted.steps != now:
-                accelerator.print(f"{self.label}it was stopped early there; more trainer.patience, or 0, with out={self.out} goes on")
-            self.stopped = stopped
-            if accelerator.is_main_process:
-                self.tracker.go_on_after(self.fitted.steps)
+        moments = self._restore(*found) if found else None
         if accelerator.is_main_process:
             with suppress(OSError):
-                forget(self.run, step)
+                forget(self.run, self.began)
         accelerator.wait_for_everyone()  # all must have read the same checkpoint before the first process writes
         self.learner.share = (accelerator.process_index, accelerator.num_processes)
-        self.parallel = spread(self.way, accelerator, self.learner, self.optimizers)
+        self.parallel = spread(self.parallel_settings, accelerator, self.learner, self.optimizers)
         self.module = self.parallel.module
         if moments is not None:
             self.parallel.restore(moments)
         self.learner.train()
+
+    def _restore(self, folder: Path, state: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Restore this arm from a checkpoint that ``resumable`` has found, but for the optimisers' moments, which are returned."""
+        accelerator = self.accelerator
+        if self.on_policy:
+            rows = checkpoint.load_own_rows(folder, accelerator.num_processes, self.drafter.shape.vocab_size)
+            self.on_policy.restore(rows, accelerator.process_index, accelerator.num_processes)
+        moments, self.rng = checkpoint.load(folder, self.learner.trained, self.optimizers)
+        self.fitted = Fitted(state["step"], state["seconds"], state["tokens"])
+        self.guard.restore(state.get("guard", {}))
+        self.patience.restore(state.get("patience", {}))
+        then, now = (x.get("trainer", {}).get("steps") for x in (state["settings"], self.settings))
+        longer = f", now to step {now} instead of {then}" if then != now else ""
+        accelerator.print(f"{self.label}resuming after step {self.fitted.steps} ({folder}){longer}")
+        self.stopped = self.patience.over and self.fitted.steps != now
+        if self.stopped:
+            accelerator.print(f"{self.label}it was stopped early there; more trainer.patience, or 0, with out={self.out} goes on")
+        if accelerator.is_main_process:
+            self.tracker.go_on_after(self.fitted.steps)
+        return moments
 
     def close(self) -> None:
         """Release the process group (see ``processes.leave``). Afterwards the first process holds the whole drafter."""
@@ -266,25 +268,24 @@ class Arm:
         not end the training.
         """
         self.accelerator.wait_for_everyone()
-        if self.on_policy is not None:
-            self.own_rows = self.on_policy.state(self.accelerator)
+        own_rows = {} if self.on_policy is None else {"on_policy": self.on_policy.state(self.accelerator)}
         parts = self.parallel.snapshot()
         if not self.accelerator.is_main_process:
             return
+        for file, tensors in {"rng": self.rng, **own_rows}.items():
+            parts[file] = {name: checkpoint.copied(x) for name, x in tensors.items()}
         last = self.fitted.steps == steps or stop or self.stopped
-        self.saver.save(self.snapshot(parts), keep, self.before_the_fall(steps), console, last=last)
+        self.saver.save((self.fitted.steps, parts, self._state()), keep, self.before_the_fall(steps), console, last=last)
 
     def before_the_fall(self, steps: int) -> int | None:
         """The step whose checkpoint is kept so that a longer run can resume from it (see ``optimizer.before_the_fall``); None: no step."""
         return before_the_fall(steps, self.warmup, self.schedule) if self.lasting else None
 
-    def snapshot(self, parts: checkpoint.Parts) -> Snapshot:
-        """The content of a checkpoint of this step, as ``checkpoint.save`` takes it. ``parts``: the result of ``Parallel.snapshot``."""
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint of this step keeps in state.json beside the step."""
         state = {"seconds": self.fitted.seconds, "tokens": self.fitted.tokens, "settings": self.settings, **self.record}
         figures = self.figures if self.figures.get("step") == self.fitted.steps else {}
-        also = {"rng": self.rng} | ({} if self.own_rows is None else {"on_policy": self.own_rows})
-        parts = parts | {name: {key: checkpoint.copied(x) for key, x in tensors.items()} for name, tensors in also.items()}
-        return self.fitted.steps, parts, state | {"guard": self.guard.state(), "figures": figures, "patience": self.patience.state()}
+        return state | {"guard": self.guard.state(), "figures": figures, "patience": self.patience.state()}
 
     def stop(self, why: BaseException, console: Console) -> None:
         """Stop training this arm after an error: print the reason and free its device memory."""

@@ -115,21 +115,22 @@ class OnPolicy:
             settings: dict[str, Any] = dict(new_tokens=self.new_tokens, policy=self.policy, sampling=sampling)
             made = generate(self.target, speaker, prompt, **settings)
             rows += rejected_rounds(prompt, made, speaker.chains)
-            rounds, emitted = rounds + sum(n > 0 for n in made.asked), emitted + sum(made.emitted[i] for i, n in enumerate(made.asked) if n)
+            drafted = [tokens for asked, tokens in zip(made.asked, made.emitted, strict=True) if asked]  # tokens of rounds that drafted
+            rounds, emitted = rounds + len(drafted), emitted + sum(drafted)
         self.drafter.attach(ends)
         self.drafter.train(training)
         had = self.kept is not None and bool(self.kept["length"].any())
         counts = torch.tensor([len(prompts), len(rows), rounds, emitted, had], dtype=torch.float32, device=accelerator.device)
-        total = accelerator.reduce(counts, "sum").tolist()
+        prompts_made, rows_made, rounds, emitted, had = accelerator.reduce(counts, "sum").tolist()
         T = micro[0].tokens_BT.shape[1]
-        if total[0] or self.kept is None:
+        if prompts_made or self.kept is None:
             self.kept = _stacked(rows, T)
-        if not total[0] and not total[4]:  # in no process: all raise together
+        if not prompts_made and not had:  # in no process: all raise together
             raise UserError(f"loss.on_policy.new_tokens={self.new_tokens} leaves no room for a prompt in documents of rows of {T} tokens: "
                             "lower it, or take a larger trainer.length")  # fmt: skip
-        figures = {"on_policy_rows": total[1]}
-        if total[2]:
-            figures |= {"on_policy_rejected_rounds": total[1] / total[2], "on_policy_accepted_length": total[3] / total[2]}
+        figures = {"on_policy_rows": rows_made}
+        if rounds:
+            figures |= {"on_policy_rejected_rounds": rows_made / rounds, "on_policy_accepted_length": emitted / rounds}
         return figures
 
     def draw(self, step: int, count: int, rank: int) -> TargetBatch | None:
@@ -180,8 +181,8 @@ class OnPolicy:
             new_N, position_1N = torch.tensor(tokens[read:], device=device), torch.arange(read, len(tokens) - 1, device=device)[None]
             speaker.absorb(Roots(new_N[None, :-1], new_N[None, 1:], {}, position_1N))
             read = len(tokens) - 1
-            said = speaker.propose(TreePolicy("chain", depth=1), CounterRNG.of(sampling.seed, read, device), sampling)
-            tokens.append(int(said.tokens_BN))
+            guess = speaker.propose(TreePolicy("chain", depth=1), CounterRNG.of(sampling.seed, read, device), sampling)
+            tokens.append(int(guess.tokens_BN))
             if tokens[-1] in self.target.stop_ids:
                 break
         return Own(tokens, len(prompt))

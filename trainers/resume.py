@@ -67,7 +67,9 @@ def batch_of(
     asked = Batch(trainer["batch_size"], trainer["accumulate"], processes)
     begun = began_with(runs, asked) if trainer["resume"] else asked
     now = shared_out(asked, begun, losses, streamed)
-    return now, begun if asked.goes_on_from(begun) else asked._replace(processes=begun.processes)
+    if not asked.goes_on_from(begun):  # only the rows and accumulation as asked, so that the comparison of settings refuses those
+        begun = asked._replace(processes=begun.processes)
+    return now, begun
 
 
 def began_with(runs: Iterable[Path], now: Batch) -> Batch:

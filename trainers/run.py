@@ -39,17 +39,9 @@ from headstart.trainers.trace import Trace
 from headstart.trainers.trainer import Evaluated
 from headstart.trainers.trainer import fit as train
 
-LOOP = (
-    "steps",
-    "accumulate",
-    "save_every",
-    "keep",
-    "eval_every",
-    "resume",
-    "timeout",
-    "decode_every",
-    "log_every",
-)  # settings of the trainer that go to the loop (trainers/trainer.py)
+LOOP = (  # settings of the trainer that go to the loop (trainers/trainer.py)
+    "steps", "accumulate", "save_every", "keep", "eval_every", "resume", "timeout", "decode_every", "log_every",
+)  # fmt: skip
 
 
 def run(**settings: Any) -> dict[str, Report]:
@@ -78,23 +70,17 @@ def fit(job: Job, evaluated: Evaluated | None = None) -> bool:
     Only the first process has work left afterwards. Raises UserError if trainer.keep or trainer.patience lack the figures they need.
     """
     trainer, accelerator = job.settings["trainer"], job.accelerator
+    best = trainer["keep"] == "best"
 
     def stream(start: int, rank: int, world: int) -> Any:
         return job.source.stream(job.taps, trainer["batch_size"], trainer["seed"], start, rank, world)
 
-    trace = Trace(job.places[0], trainer["profile"], accelerator.process_index)
-    gate, best = Gate(job) if trainer["decode_every"] and accelerator.is_main_process else None, trainer["keep"] == "best"
-    if gate is not None and gate.why_not:
-        if best:
-            raise UserError(f"trainer.keep=best goes by what is decoded, but {gate.why_not}: take trainer.keep=2")
-        print(f"nothing is decoded while it trains (trainer.decode_every): {gate.why_not}")
-        gate = None
+    gate = _open_gate(job) if trainer["decode_every"] and accelerator.is_main_process else None
     if gate is None and not job.held_out and accelerator.is_main_process and any(arm.patience.evaluations for arm in job.arms):
         raise UserError("trainer.patience: there is no held-out text to judge by, and nothing is decoded: take trainer.patience=0")
-    loop: Settings = (
-        {"evaluated": evaluated, "trace": trace, "decoded": gate} | {k: trainer[k] for k in LOOP} | ({"keep": 2} if best else {})
-    )
-    interrupted = _told(job, lambda: train(job.arms, stream, job.source.observe, job.held_out, accelerator, **loop))
+    loop: Settings = {k: trainer[k] for k in LOOP} | ({"keep": 2} if best else {})
+    loop |= {"evaluated": evaluated, "decoded": gate, "trace": Trace(job.places[0], trainer["profile"], accelerator.process_index)}
+    interrupted = _with_advice(job, lambda: train(job.arms, stream, job.source.observe, job.held_out, accelerator, **loop))
     leave(accelerator, job.arms)
     if gate is not None and best and not interrupted:
         for arm in (arm for arm in job.arms if not arm.failed and arm.fitted.steps % trainer["decode_every"]):
@@ -110,7 +96,18 @@ def fit(job: Job, evaluated: Evaluated | None = None) -> bool:
     return interrupted
 
 
-def _told(job: Job, work: Callable[[], bool]) -> bool:
+def _open_gate(job: Job) -> Gate | None:
+    """The gate; None, with a message, where the run cannot decode while it trains. Raises UserError if trainer.keep=best needs it."""
+    gate = Gate(job)
+    if not gate.why_not:
+        return gate
+    if job.settings["trainer"]["keep"] == "best":
+        raise UserError(f"trainer.keep=best goes by what is decoded, but {gate.why_not}: take trainer.keep=2")
+    print(f"nothing is decoded while it trains (trainer.decode_every): {gate.why_not}")
+    return None
+
+
+def _with_advice(job: Job, work: Callable[[], bool]) -> bool:
     """Run ``work``. If it runs out of memory, raise UserError that says which setting to lower."""
     try:
         return work()
@@ -118,11 +115,11 @@ def _told(job: Job, work: Callable[[], bool]) -> bool:
         if (wanted := asked_for(e)) is None:
             raise
         why = " ".join(str(e).split())[:200]
-    first = next(iter(job.own.values()))
-    trainer = {key: job.settings["trainer"][key] for key in ("batch_size", "accumulate")}
-    arms = {name: own | {"trainer": own["trainer"] | trainer} for name, own in job.own.items()}
-    settings = job.settings | {"loss": first["loss"], "arms": arms, "nodes": 1, "gpus": job.accelerator.num_processes, "gpu": "h100"}
-    settings |= {"trainer": job.settings["trainer"] | {"epochs": None}, "out": str(job.places[0])}  # trainer.steps has them
+    trainer, loss = job.settings["trainer"], next(iter(job.own.values()))["loss"]
+    divided = {key: trainer[key] for key in ("batch_size", "accumulate")}  # as for the present number of processes
+    arms = {name: own | {"trainer": own["trainer"] | divided} for name, own in job.own.items()}
+    settings = job.settings | {"loss": loss, "arms": arms, "nodes": 1, "gpus": job.accelerator.num_processes, "gpu": "h100"}
+    settings |= {"trainer": trainer | {"epochs": None}, "out": str(job.places[0])}  # trainer.steps has them
     raise UserError(f"memory has ended ({why}): {advice(settings, wanted)}")
 
 
@@ -210,14 +207,14 @@ def measure(job: Job, exported: dict[str, Exported]) -> dict[str, Report]:
             reports[name] = report = report | costs_of(targets[name], contenders[name], job.prompts, job.decoding.new_tokens)
         write = partial(write_report, report, curves=read_metrics(arm.run))
         place = job.room.keep(f"{arm.label}the report", 1 << 22, arm.places, write)
-        said = write_card(there.speculator, report, targets[name], job.own[name] | {"data": job.settings["data"]})
+        where_card = write_card(there.speculator, report, targets[name], job.own[name] | {"data": job.settings["data"]})
         arm.tracker.report(report, place, there.speculator)
         if not job.several:
             show(report)
             show_serving(report)
-            print(f"speculator: {there.speculator}   report: {place / 'report.md'}, report.html, report.png   {said}")
-        elif not said.startswith("card: "):
-            print(said)
+            print(f"speculator: {there.speculator}   report: {place / 'report.md'}, report.html, report.png   {where_card}")
+        elif not where_card.startswith("card: "):
+            print(where_card)
     if job.several:
         curves = {name: read_metrics(arms[name].run) for name in reports}
         about: Settings = dict(settings={name: job.own[name] for name in reports}, curves=curves)

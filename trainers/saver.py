@@ -27,8 +27,7 @@ class Saver:
 
     def __init__(self, label: str, places: Sequence[Path], background: bool) -> None:
         self.label, self.places, self.background = label, places, background
-        self.made: Snapshot | None = None
-        self.unsaved = False  # whether the latest checkpoint is on no disk yet; until then ``made`` holds it
+        self.unsaved: Snapshot | None = None  # the latest checkpoint, as long as it is on no disk
         self.pool: ThreadPoolExecutor | None = None
         self.pending: Future[None] | None = None
 
@@ -46,17 +45,17 @@ class Saver:
                 self.pool.shutdown()
                 self.pool = None
 
-    def save(self, made: Snapshot, keep: int, before_the_fall: int | None, console: Console, *, last: bool) -> None:
+    def save(self, snapshot: Snapshot, keep: int, before_the_fall: int | None, console: Console, *, last: bool) -> None:
         """Write a checkpoint after the previous one is written. Then remove all but the newest ``keep``, the best one, and that of step
         ``before_the_fall``. ``last``: return only when this is done. Raises what writing the previous one raised.
         """
         self.wait()
-        self.unsaved, self.made = True, made
+        self.unsaved = snapshot
         if self.background:
             self.pool = self.pool or ThreadPoolExecutor(1, "checkpoint")
-            self.pending = self.pool.submit(self._put, made, keep, before_the_fall, console, last)
+            self.pending = self.pool.submit(self._write, snapshot, keep, before_the_fall, console, last)
         else:
-            self._put(made, keep, before_the_fall, console, last)
+            self._write(snapshot, keep, before_the_fall, console, last)
         if last:
             self.wait()
 
@@ -66,16 +65,16 @@ class Saver:
         if pending is not None:
             pending.result()
 
-    def _put(self, made: Snapshot, keep: int, before_the_fall: int | None, console: Console, last: bool) -> None:
-        (step, parts, _), refused = made, ""
+    def _write(self, snapshot: Snapshot, keep: int, before_the_fall: int | None, console: Console, last: bool) -> None:
+        (step, parts, _), refused = snapshot, ""
         if not all(bool(x.isfinite().all()) for x in parts["drafter"].values()):  # it would replace one from which training can resume
-            said = f"checkpoint of step {step} not written: its weights are not finite. The last one is {self.newest() or 'none'}"
-            self.unsaved, self.made = False, None  # nothing to write later either
-            return console.print(f"{self.label}{said}", style="red", markup=False, soft_wrap=True)
+            self.unsaved = None  # nothing to write later either
+            why = f"checkpoint of step {step} not written: its weights are not finite. The last one is {self.newest() or 'none'}"
+            return console.print(f"{self.label}{why}", style="red", markup=False, soft_wrap=True)
         for place in self.places:
             try:
-                checkpoint.save(place, *made)
-                self.unsaved, self.made = False, None
+                checkpoint.save(place, *snapshot)
+                self.unsaved = None
                 break
             except OSError as e:  # hours of training are worth more than one checkpoint: print it and continue
                 refused = refused or str(e)
@@ -99,11 +98,15 @@ class Saver:
         """After the training, write the checkpoint that ``save`` could not write. Only the main process calls this. ``patient``: wait for
         space. Raises UserError if no disk takes it.
         """
-        assert self.made is not None
-        step, parts, _ = made = self.made
+        assert self.unsaved is not None
+        step, parts, _ = snapshot = self.unsaved
         what, size = f"{self.label}the checkpoint of step {step}", sum(x.nbytes for part in parts.values() for x in part.values())
-        room.keep(what, size, self.places, lambda place: checkpoint.save(place, *made), self.make_room, patient, advice=self.advice(step))
-        self.unsaved, self.made = False, None
+
+        def write(place: Path) -> None:
+            checkpoint.save(place, *snapshot)
+
+        room.keep(what, size, self.places, write, self.make_room, patient, advice=self.advice(step))
+        self.unsaved = None
 
     def make_room(self) -> list[Path]:
         """Remove all checkpoints in the run folder but the newest. Returns their paths; [] if the disk refuses."""

@@ -91,7 +91,7 @@ def in_kernel(kernel: str, terms: Collection[str], device: torch.device) -> bool
     """Whether trainers/kernel.py computes the loss, if it can be launched: where it is asked for, and for ``loss.kernel=auto`` on a GPU,
     if it knows all terms.
     """
-    return kernel == "triton" or (kernel == "auto" and device.type == "cuda" and all(name in (*IN_KERNEL, *BESIDE) for name in terms))
+    return kernel == "triton" or (kernel == "auto" and device.type == "cuda" and not _not_in_kernel(terms))
 
 
 def check_kernel(kernel: str, terms: Collection[str], device: torch.device | None = None) -> None:
@@ -101,7 +101,7 @@ def check_kernel(kernel: str, terms: Collection[str], device: torch.device | Non
     if kernel in ("torch", "auto"):
         return
     instead = "take loss.kernel=torch"
-    if other := [name for name in terms if name not in (*IN_KERNEL, *BESIDE)]:
+    if other := _not_in_kernel(terms):
         raise UserError(f"loss.kernel={kernel} knows {', '.join(IN_KERNEL)}, not {other[0]}: {instead}")
     try:
         from headstart.trainers.kernel import INTERPRETED
@@ -109,6 +109,11 @@ def check_kernel(kernel: str, terms: Collection[str], device: torch.device | Non
         raise UserError(f"loss.kernel={kernel} needs `pip install triton`, or {instead}") from None
     if device is not None and device.type != "cuda" and not INTERPRETED:
         raise UserError(f"loss.kernel={kernel} is for GPUs, the drafter is on {device.type}: {instead}")
+
+
+def _not_in_kernel(terms: Collection[str]) -> list[str]:
+    """The divergences among ``terms`` that trainers/kernel.py does not know."""
+    return [name for name in terms if name not in (*IN_KERNEL, *BESIDE)]
 
 
 def _with_constants(name: str, function: Callable[..., Any], constants: Constants) -> Callable[..., Any]:

@@ -74,7 +74,7 @@ def fit(
                 progress.numbers(at, _numbers(active, loop.alone), loop.speed)
             progress.at(at)
             trace.step()
-            stop = loop.waited(active, interrupt)
+            stop = loop.asked_after_step(active, interrupt)
             if held_out and (at == steps or at % eval_every == 0) and not stop:
                 active = loop.evaluate(active, held_out, evaluated)
                 stop = loop.asked(interrupt)
@@ -159,8 +159,8 @@ class _Loop:
             return interrupt.asked
         return bool(self.accelerator.reduce(torch.tensor(float(interrupt.asked), device=self.accelerator.device), "sum"))
 
-    def waited(self, active: Sequence[Arm], interrupt: Interrupt) -> bool:
-        """``asked`` at the end of a step, timed: the call waits for the other processes and for optimiser work still queued on the GPU."""
+    def asked_after_step(self, active: Sequence[Arm], interrupt: Interrupt) -> bool:
+        """``asked`` at the end of a step, timed: it waits for the other processes, and for optimiser work still queued on the GPU."""
         start = time.perf_counter()
         stop = self.asked(interrupt)
         if self.accelerator.num_processes > 1:
@@ -174,8 +174,8 @@ class _Loop:
         for arm in active:
             with self.watch.patiently(f"step {arm.fitted.steps}, evaluation"), self._guard(arm, "evaluation"):
                 numbers = evaluate(arm.learner, held_out)
-                self.console.print(f"step {arm.fitted.steps}{'' if self.alone else ' ' + arm.name}: held-out loss "
-                                   f"{numbers['heldout_loss']:.3f}, expected length {numbers['heldout_expected_length']:.2f}")  # fmt: skip
+                self.console.print(f"{self._step_of(arm)}: held-out loss {numbers['heldout_loss']:.3f}, "
+                                   f"expected length {numbers['heldout_expected_length']:.2f}")  # fmt: skip
                 arm.log(numbers)
                 arm.figures = {"step": arm.fitted.steps, **numbers}
                 if self.decoded is None:
@@ -200,8 +200,12 @@ class _Loop:
                 lengths = "  ".join(f"T = {t}: {numbers[f'decode/T{t}/accepted_length']:.2f} (expected "
                                     f"{numbers.get(f'decode/T{t}/expected_length', math.nan):.2f})" for t in (0, 1))  # fmt: skip
                 arm.patience.judge(DECODED, numbers[DECODED], arm.fitted.steps)
-                self.console.print(f"step {arm.fitted.steps}{'' if self.alone else ' ' + arm.name}: decoded {lengths}")
+                self.console.print(f"{self._step_of(arm)}: decoded {lengths}")
             arm.drafter.train()
+
+    def _step_of(self, arm: Arm) -> str:
+        """The step of an arm, and its name if there are several: the beginning of a line of figures."""
+        return f"step {arm.fitted.steps}" if self.alone else f"step {arm.fitted.steps} {arm.name}"
 
     def stop_early(self, active: Sequence[Arm], steps: int) -> None:
         """Stop arms whose patience is over. The first process decides for all, because only it decodes."""

@@ -57,9 +57,9 @@ class MlflowRun:
         tags = {"group": watched.together} if watched.together else {}
         made = str(self.client.create_run(experiment, run_name=watched.name, tags=tags).info.run_id)
         watched._replace(resume=False).kept("mlflow", made)
-        said = [Param(key, str(value)[:LONGEST]) for key, value in flat(watched.settings).items()]
-        for i in range(0, len(said), BATCH):
-            self.client.log_batch(made, params=said[i : i + BATCH])
+        parameters = [Param(key, str(value)[:LONGEST]) for key, value in flat(watched.settings).items()]
+        for i in range(0, len(parameters), BATCH):
+            self.client.log_batch(made, params=parameters[i : i + BATCH])
         self._inputs(made)
         return made
 
