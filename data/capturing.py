@@ -242,11 +242,9 @@ class Capturing:
             say_errors(index)
             return say(f"captured: {self.out} holds all {len(self.packed):,} rows: data=shards path={self.out} trains from it")
         self._find_written()  # count the rows of other processes too
-        have = (
-            f"{int(self.kept[: len(self.packed)].sum()):,} of {len(self.packed):,} rows, {size(sum(self.writer.folder.sizes().values()))}"
-        )
-        say(f"captured so far: {have}, in {self.out}; more steps go on with it, or `python -m data` over the same rows, with "
-            f"taps={self.settings['taps']} out={self.out}")  # fmt: skip
+        rows, written = int(self.kept[: len(self.packed)].sum()), size(sum(self.writer.folder.sizes().values()))
+        say(f"captured so far: {rows:,} of {len(self.packed):,} rows, {written}, in {self.out}; more steps go on with it, or "
+            f"`python -m data` over the same rows, with taps={self.settings['taps']} out={self.out}")  # fmt: skip
 
 
 class _HeldOut:

@@ -37,7 +37,7 @@ class Again(Exception):
 
 def pause(attempt: int, asked: float) -> float:
     """Seconds to wait after a failed attempt (from 0). ``asked``: what the server asks for, 0 if nothing."""
-    return max(min(FIRST * 2**attempt, LONGEST), min(asked, ASKED))
+    return max(min(FIRST * 2 ** min(attempt, 16), LONGEST), min(asked, ASKED))  # 16: beyond the longest pause, and no overflow
 
 
 class Endpoint:

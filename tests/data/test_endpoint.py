@@ -73,7 +73,7 @@ def said(text: str = "yes", **more: Any) -> dict[str, Any]:
 
 def test_a_server_that_asks_for_time_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "FIRST", 0.5)
-    assert [pause(n, 0) for n in (0, 1, 3, 50)] == [0.5, 1.0, 4.0, 30.0]
+    assert [pause(n, 0) for n in (0, 1, 3, 50, 5000)] == [0.5, 1.0, 4.0, 30.0, 30.0]
     assert pause(0, 90) == 90 and pause(5, 3) == 16 and pause(0, 1e9) == 120
 
 
