@@ -169,7 +169,7 @@ def settings_of(
         raise UserError(f"rows_per_shard={rows_per_shard}: choose 1 or more")
     return {
         "version": indexes.VERSION, "target": target.fingerprint, "taps": kept, "layers": layers, "length": length, "hidden": hidden,
-        "dtype": indexes.called(STORAGES[storage]), "rows": rows, "rows_per_shard": rows_per_shard, "data": packed.digest(),
+        "dtype": STORAGES[storage].name, "rows": rows, "rows_per_shard": rows_per_shard, "data": packed.digest(),
         "final": ALL if layers in kept else SUPERVISED,
         "held_out": None if held_out is None else {"rows": min(source.HELD_OUT_ROWS, len(held_out)), "data": held_out.digest()},
     }  # fmt: skip

@@ -36,7 +36,7 @@ SUPERVISED, ALL = "supervised", "all"  # which tokens have their final state sto
 _SETTINGS: dict[str, type] = {"version": int, "target": dict, "taps": list, "layers": int, "length": int, "hidden": int}
 _SETTINGS |= {"dtype": str, "rows": int, "rows_per_shard": int, "data": str}
 _EARLIER = {"final": ALL, "held_out": None}  # the settings of captures by earlier versions, which did not write them
-_KINDS = {str(storage.dtype).removeprefix("torch."): storage for storage in STORAGES.values()}
+_KINDS = {storage.name: storage for storage in STORAGES.values()}
 Index = dict[str, Any]
 # name, rows, bytes, sha256; final: the number of stored final states, if not every token has one; errors: mean storage error by state
 File = dict[str, Any]
@@ -224,12 +224,8 @@ def put_index(folder: Folder, name: str, settings: Index, files: dict[int, File]
 
 
 def storage_of(index: Index) -> Storage:
+    """The storage format of a capture's states."""
     return _KINDS[index["dtype"]]
-
-
-def called(storage: Storage) -> str:
-    """The name of a storage in an index, for example ``bfloat16``."""
-    return str(storage.dtype).removeprefix("torch.")
 
 
 def anew(folder: Folder) -> str:
@@ -273,5 +269,5 @@ def _tensors(index: Index, file: File) -> dict[str, tuple[str, list[int]]]:
     places = {f"tap_{tap}": flat for tap in own_taps(index["taps"], index["layers"])}
     places["final"] = flat if index.get("final", ALL) == ALL else [file["final"]]
     found = dict.fromkeys(("tokens", "positions", "documents"), ("I32", flat)) | {"loss_mask": ("BOOL", flat)}
-    found |= {name: (storage.called, [*place, index["hidden"]]) for name, place in places.items()}
+    found |= {name: (storage.code, [*place, index["hidden"]]) for name, place in places.items()}
     return found | ({f"{name}.scale": ("BF16", place) for name, place in places.items()} if storage.largest else {})

@@ -35,7 +35,9 @@ def locked(folder: Path, key: str = "out", name: str = NAME) -> Iterator[None]:
         with waiting(folder / name, key):
             yield
     finally:
-        _remove(made)
+        for place in made:
+            with suppress(OSError, ValueError):  # it is not empty, or its name is impossible
+                place.rmdir()
 
 
 @contextmanager
@@ -126,10 +128,3 @@ def _same(path: Path, file: BinaryIO) -> bool:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except FileNotFoundError:
         return False
-
-
-def _remove(made: list[Path]) -> None:
-    """Remove those of the new folders that are still empty."""
-    for folder in made:
-        with suppress(OSError, ValueError):  # it is not empty, or its name is impossible
-            folder.rmdir()

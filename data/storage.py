@@ -24,7 +24,12 @@ class Storage(NamedTuple):
 
     dtype: torch.dtype
     largest: float
-    called: str  # the name of the dtype in safetensors
+    code: str  # of the dtype in safetensors
+
+    @property
+    def name(self) -> str:
+        """The name of the dtype in an index, for example ``bfloat16``."""
+        return str(self.dtype).removeprefix("torch.")
 
 
 STORAGES = {

@@ -40,9 +40,8 @@ def chat(
             said = ask("> ").strip()
         except (EOFError, KeyboardInterrupt):
             return console.print()
-        if said == "/new" or not templated:
-            messages = []
         if said == "/new":
+            messages = []
             console.print("a new conversation", style=ASIDE)
         if said in ("", "/new"):
             continue
@@ -55,10 +54,9 @@ def chat(
             answer = show(target, decode, prompt, most, console)
             if templated:
                 answer = in_history(target.tokenizer, asked, render(target.tokenizer, asked, ask=True), answer)
+                messages = [*asked, {"role": "assistant", "content": answer}]
         except (BadRow, UserError) as error:
             console.print(str(error), style="red", markup=False)
-            continue
-        messages = [*asked, {"role": "assistant", "content": answer}]
 
 
 def show(target: Target, decode: Decode, prompt: list[int], most: int, console: Console) -> str:

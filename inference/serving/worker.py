@@ -193,7 +193,7 @@ class Worker:
 
     def _tell(self, job: Job) -> None:
         row, new = job.row, job.row.tokens[job.told :]
-        told = row.logprobs[job.told : len(row.tokens)]
+        logprobs = row.logprobs[job.told : len(row.tokens)]
         for emitted in row.emitted[job.counted :]:
             self.sums["passes"] += 1
             self.sums["pass_tokens"] += emitted
@@ -204,7 +204,7 @@ class Worker:
         if row.done:
             self.running.remove(job)
         if new:
-            job.tell(Said(new, row.ended, told, job.scores))
+            job.tell(Said(new, row.ended, logprobs, job.scores))
             job.scores = []
 
     def _try(self, jobs: list[Job], act: Callable[[], None]) -> None:
