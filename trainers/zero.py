@@ -97,7 +97,7 @@ class Zero(Parallel):
         """Check that the fragments of all processes make up all parameters. Raises UserError in every process if not."""
         addresses: list[Any] = [p._hp_mapping for p in self.trained]  # type: ignore[attr-defined]
         pieces = sum(there.lp_fragment_address.numel for there in addresses if there is not None)
-        held = self.accelerator.reduce(torch.tensor(float(pieces), device=self.accelerator.device), "sum")
+        held = self.accelerator.reduce(torch.tensor(pieces, device=self.accelerator.device), "sum")
         if self.engine.world_size != self.accelerator.num_processes or held != sum(p.numel() for p in self.trained):
             self.refuse("after the first batch its moments are not shared out")
 
@@ -110,9 +110,9 @@ class Zero(Parallel):
                 found[name] = torch.as_tensor(optimizer.state[flat][name]).cpu().clone()  # a step count, shared by the whole group
                 continue
             whole = torch.zeros(like.shape, dtype=like.dtype, device=self.accelerator.device)
-            if (there := p._hp_mapping) is not None:
-                here, in_flat = there.lp_fragment_address, there.hp_fragment_address
-                whole.flatten()[here.start : here.start + here.numel] = optimizer.state[flat][name][in_flat.start :][: in_flat.numel]
+            if (own := _fragment(p)) is not None:
+                in_whole, in_flat = own
+                whole.flatten()[in_whole] = optimizer.state[flat][name][in_flat]
             dist.reduce(whole, 0)
             found[name] = whole.cpu()
         return found if self.accelerator.is_main_process else {}
@@ -135,11 +135,19 @@ class Zero(Parallel):
                 if not like.ndim:
                     state[name] = x.to(flat.device)
                     continue
-                whole = state.setdefault(name, torch.zeros_like(flat))
-                if (there := p._hp_mapping) is not None:
-                    here, in_flat = there.lp_fragment_address, there.hp_fragment_address
-                    whole[in_flat.start : in_flat.start + in_flat.numel] = x.flatten()[here.start : here.start + here.numel].to(flat.device)
+                moment = state.setdefault(name, torch.zeros_like(flat))
+                if (own := _fragment(p)) is not None:
+                    in_whole, in_flat = own
+                    moment[in_flat] = x.flatten()[in_whole].to(flat.device)
 
     def close(self) -> None:
         super().close()
         self.engine.destroy()
+
+
+def _fragment(p: Any) -> tuple[slice, slice] | None:
+    """The part of a parameter that this process updates: its place in the flattened parameter, and in the flat partition. None: no part."""
+    if p._hp_mapping is None:
+        return None
+    in_whole, in_flat = p._hp_mapping.lp_fragment_address, p._hp_mapping.hp_fragment_address
+    return slice(in_whole.start, in_whole.start + in_whole.numel), slice(in_flat.start, in_flat.start + in_flat.numel)

@@ -8,17 +8,20 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
+from torch import nn
 
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.target import Target
 from headstart.trainers import checkpoint
 from headstart.trainers.parallel import check_parallel, owners, to_first
+from headstart.trainers.zero import Zero
 from tests.tiny_targets import tiny_target
 from tests.trainers import shared_target, spread
 from tests.trainers.conftest import ROOT, TORCHRUN, save_target, small_run
@@ -155,6 +158,20 @@ def test_moments_before_the_first_step_are_those_that_an_optimiser_begins_with()
     """A checkpoint may be made then: where the first steps were skipped."""
     sent = to_first(Accelerator(cpu=True), 0, None, torch.ones(2, 3))
     assert sent is not None and torch.equal(sent, torch.zeros(2, 3))
+
+
+def test_how_many_numbers_the_processes_hold_is_counted_exactly() -> None:
+    """Also beyond 2^24, where fp32 no longer has every whole number: here three processes hold as many each."""
+    piece = (1 << 24) + 1
+    trained = nn.ParameterList([nn.Parameter(torch.empty(3 * piece, device="meta"))])
+    trained[0]._hp_mapping = SimpleNamespace(lp_fragment_address=SimpleNamespace(numel=piece))  # type: ignore[attr-defined]
+    zero: Any = Zero.__new__(Zero)
+    zero.learner, zero.engine = SimpleNamespace(trained=trained), SimpleNamespace(world_size=3)
+    zero.accelerator = SimpleNamespace(num_processes=3, device=torch.device("cpu"), reduce=lambda held, how: 3 * held)
+    zero.check()
+    trained[0]._hp_mapping.lp_fragment_address.numel -= 1  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match="parallel=deepspeed is not what runs"):
+        zero.check()
 
 
 def test_what_is_owned_is_shared_out_evenly() -> None:
