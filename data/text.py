@@ -119,17 +119,17 @@ def _on_disk(
     about = _sealed(folder / "texts.json")
     tell(about["notes"])
     if own is not None:
-        return live(target, stored, plain.encode_texts(target.tokenizer, own), length, seed, _asking(target, _groups(own), seed), folder)
+        held_out, groups = plain.encode_texts(target.tokenizer, own), _groups(own)
+        return live(target, stored, held_out, length, seed, _asking(target, groups, seed), folder)
     held = _held(path, about["characters"], seed)
     name = folder / f"held-{seed}.json"
     with arrow.only_one(folder, name.is_file) as first:
         if first:
             documents = cut(found_in([], **given), sum(about["characters"]))
             put_text(name, json.dumps(sealed({"texts": [text._asdict() for i, text in enumerate(documents) if i in held]})))
-    groups = _groups([Text(**text) for text in _sealed(name)["texts"]])
-    few, most = (np.array([i for i in range(len(stored)) if (i in held) == out], dtype=np.int64) for out in (True, False))
-    held_out = [stored[i] for i in few.tolist()]
-    return live(target, arrow.Chosen(stored, most), held_out, length, seed, _asking(target, groups, seed), folder)
+    held_out, groups = [stored[i] for i in sorted(held)], _groups([Text(**text) for text in _sealed(name)["texts"]])
+    others = np.array([i for i in range(len(stored)) if i not in held], dtype=np.int64)
+    return live(target, arrow.Chosen(stored, others), held_out, length, seed, _asking(target, groups, seed), folder)
 
 
 def _asking(target: Target, groups: plain.Groups, seed: int) -> Callable[[int, int], list[list[int]]]:
