@@ -17,7 +17,7 @@ from headstart.inference.serving import reply, serve, worker
 from headstart.inference.serving.text import HALF
 from tests.drafters import random_tokens
 from tests.inference.serving import speech
-from tests.inference.serving.served import CHAT, COMPLETIONS, PROMPTS, ask, ask_all, client, greedy, plain, running, until
+from tests.inference.serving.served import CHAT, COMPLETIONS, PROMPTS, ask, ask_all, client, figures, greedy, plain, running, until
 from tests.inference.serving.speech import NEW, target, text_of, tokenizer
 
 
@@ -158,6 +158,27 @@ def test_others_go_on_while_a_prompt_is_scored(monkeypatch: pytest.MonkeyPatch) 
     assert [ended.get(timeout=30) for _ in range(2)] == ["33, 32 scored", f"{len(PROMPTS[0])}, 0 scored"]
     served.stop()
     assert passes[:22] == ["score", "round"] * 11 and passes.count("score") == 3 + 32 // 4
+
+
+@running
+async def test_a_prompt_that_cannot_be_scored_harms_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, read, reads = plain(1), Context.read, list[int]()
+    monkeypatch.setattr(worker, "PIECE", 4)
+
+    def fails(self: Context, tokens_R: torch.Tensor, *more: Any) -> Any:
+        reads.append(len(tokens_R))
+        if len(reads) == 2:
+            raise RuntimeError("out of memory, for example")
+        return read(self, tokens_R, *more)
+
+    monkeypatch.setattr(Context, "read", fails)
+    scored = greedy(0, 0, echo=True, logprobs=0)
+    async with client(False) as it:
+        other, first = await asyncio.gather(ask(it, greedy(1)), it.post(COMPLETIONS, json=scored))
+        assert first.status == 500 and (await first.json())["error"]["code"] == "engine_failed"
+        assert other["token_ids"] == said
+        assert len((await ask(it, scored))["logprobs"]["tokens"]) == len(PROMPTS[0]) and reads == [4, 4, 4, 4, 2]
+        assert (await figures(it))["engine_restarts_total"] == 1
 
 
 @running
