@@ -71,10 +71,11 @@ class Joint(Learner):
         if not drafter.taps:
             raise UserError(f"trainer.lora: head {drafter.config['head']} reads no state of the target, so it cannot change it")
         original = drafter.ends.model
-        check_lora(lora, frozen := Target(original, frozen=False))
+        target = Target(original, frozen=False)
+        check_lora(lora, target)
         self.settings = lora
         model = copy.deepcopy(original, {id(p): p for p in original.parameters()})  # a copy of the modules that shares the weights
-        config = LoraConfig(r=lora["rank"], lora_alpha=lora["alpha"], target_modules=modules_of(frozen, lora["names"]))
+        config = LoraConfig(r=lora["rank"], lora_alpha=lora["alpha"], target_modules=modules_of(target, lora["names"]))
         self._models = [original, get_peft_model(model, config)]  # in a list, so that torch does not register them as submodules
         self.target = Target(model, name="the adapted target", frozen=False)
         self.lora = nn.ParameterDict({n.replace(".", "/"): p for n, p in model.named_parameters() if p.requires_grad})

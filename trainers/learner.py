@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from headstart.data.batch import ReplayBatch, TargetBatch, TokenBatch
-from headstart.heads.base import Drafter, Unembedding
+from headstart.heads.base import Draft, Drafter, Unembedding
 from headstart.heads.errors import UserError
 from headstart.heads.unroll import unroll
 from headstart.inference.reports.walk import Walk, walk_rows
@@ -150,15 +150,16 @@ class Learner(nn.Module):
             again = self.checkpointing and torch.is_grad_enabled()
             drafts = unroll(drafter, roots, batch.documents_BT, self.depth, ask_BA=ask_BA, checkpointing=again, detach=self.detach)
         unembeddings = [drafter.unembedding(d) for d in range(1, self.depth + 1)]
-        confident = "confidence" in self.beside
         some = ask_BA is not None and ask_BA.shape[1] < batch.tokens_BT.shape[1]
         hidden = [draft.first_BTH if some and draft.first_BTH is not None else draft.hidden_BNH for draft in drafts]
+
+        judged = figures or "confidence" in self.beside  # whether matches and acceptance are needed
 
         def loss_of(hidden: list[Tensor], unembeddings: list[Unembedding]) -> LossOut:
             target = (batch.final_BTD, drafter.ends, batch.tokens_BT, supervised, self.terms, self.decay, self.chunk)
             chosen: dict[str, Any] = dict(weighting=self.weighting, constants=self.constants, kernel=self.kernel)
             with record_function("loss"):
-                return fused_loss(hidden, unembeddings, *target, figures=figures or confident, ask_BA=ask_BA, **chosen)
+                return fused_loss(hidden, unembeddings, *target, figures=judged, ask_BA=ask_BA, **chosen)
 
         out = loss_of(hidden, unembeddings)
         base = max(0.0, 1 - done / self.base_until) if self.base_until and self.training else 0.0
@@ -168,25 +169,29 @@ class Learner(nn.Module):
             backbone = [u.parts(h)[0] for u, h in zip(unembeddings, hidden, strict=True)]
             plain = loss_of(backbone, [u.uncorrected() for u in unembeddings])
             out.loss_sum = (1 - base) * out.loss_sum + base * plain.loss_sum
+        self._add_beside(out, drafts, batch, supervised, ask_BA)
+        if figures and self.asked > self.depth:  # a deeper guess equals a later root's guess of depth 1
+            later = [torch.roll(out.match_KBT[0], -d, dims=-1) & batch.supervised(d + 1) for d in range(self.asked)]
+            out.match_KBT = torch.stack(later)
+        return out
+
+    def _add_beside(self, out: LossOut, drafts: list[Draft], batch: TargetBatch, supervised: list[Tensor], ask_BA: Tensor | None) -> None:
+        """Add the terms beside the divergences to the loss. Raises UserError if the drafter does not have what they judge."""
         confidences = [draft.confidence_BN for draft in drafts]
-        if confident:
+        if "confidence" in self.beside:
             if any(c is None for c in confidences):
                 raise UserError("loss.terms.confidence needs a drafter that says how sure it is: this one does not")
-            masks = [mask.to(device) for mask in supervised]
+            masks = [mask.to(batch.tokens_BT.device) for mask in supervised]
             sure = confidence_loss(confidences, out.alpha_KBT, masks, self.decay, ask_BA)  # type: ignore[arg-type]
             out.loss_sum = out.loss_sum + self.beside["confidence"] * sure
         elif unused := [c.sum() for c in confidences if c is not None]:  # DistributedDataParallel waits for their gradient
             out.loss_sum = out.loss_sum + 0.0 * sum(unused)
-        if figures and self.asked > self.depth:  # a deeper guess equals a later root's guess of depth 1
-            later = [torch.roll(out.match_KBT[0], -d, dims=-1) & batch.supervised(d + 1) for d in range(self.asked)]
-            out.match_KBT = torch.stack(later)
         if "feature" in self.beside:
             states = [draft.state_BNH for draft in drafts]
             if ask_BA is not None or any(s is None or s.shape[-1] != batch.final_BTD.shape[-1] for s in states):
                 raise UserError("loss.terms.feature compares the drafter's states with the target's: this drafter has none of that size")
             near = feature_loss(states, batch.final_BTD, supervised, self.decay)  # type: ignore[arg-type]
             out.loss_sum = out.loss_sum + self.beside["feature"] * near
-        return out
 
     def figures(self, out: LossOut, wanted: Wanted, seen: Seen | None = None) -> dict[str, float]:
         """Figures of a micro-batch; with ``seen``, of all micro-batches added to it so far, this one included. They are the expected length

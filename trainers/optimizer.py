@@ -52,8 +52,8 @@ def open_optimizers(
     trained = [p for p in drafter.parameters() if p.requires_grad]
     embeddings = {id(m.weight) for m in drafter.modules() if isinstance(m, nn.Embedding)}
     heads = {id(b) for d in range(1, (drafter.max_depth or 1) + 1) for b in drafter.unembedding(d).blocks} - embeddings
-    inside = [p for p in trained if muon and p.ndim == 2 and id(p) not in embeddings | heads]
-    rest = [p for p in trained if all(p is not q for q in inside)]
+    hidden = {id(p) for p in trained if muon and p.ndim == 2} - embeddings - heads  # the matrices that Muon updates
+    rest = [p for p in trained if id(p) not in hidden]
     slow = 0.3 * lr if muon else lr
     groups = [
         {"params": [p for p in rest if p.ndim > 1 and id(p) not in heads], "lr": lr, "weight_decay": weight_decay},
@@ -61,9 +61,10 @@ def open_optimizers(
         {"params": [p for p in rest if p.ndim <= 1], "lr": slow, "weight_decay": 0.0},
     ]
     found: list[Optimizer] = [torch.optim.AdamW(groups, betas=betas, fused=True)]
-    if inside:
+    if hidden:
+        matrices = [p for p in trained if id(p) in hidden]
         own: dict[str, Any] = {"lr": lr if muon_lr is None else muon_lr, "momentum": momentum, "ns_steps": ns_steps}
-        found.append(Muon(inside, **own, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
+        found.append(Muon(matrices, **own, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
     for group in (g for optimizer in found for g in optimizer.param_groups):
         group["peak_lr"] = group["lr"]
     return found

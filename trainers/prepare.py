@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from headstart.data.batch import TargetBatch
-from headstart.data.lock import locked
 from headstart.data.prompts import check_prompts
 from headstart.data.source import HELD_OUT_ROWS, Source, is_captured, open_source
 from headstart.heads.base import Drafter
@@ -32,7 +31,7 @@ from headstart.trainers.parallel import DDP, check_parallel
 from headstart.trainers.processes import is_main, open_accelerator, processes
 from headstart.trainers.resume import Batch, batch_of, check_earlier, lasting
 from headstart.trainers.sinks import Input
-from headstart.trainers.space import Room, own_spare, places_of
+from headstart.trainers.space import Room, places_of, taken
 from headstart.trainers.start import check_start, first_drafter
 from headstart.trainers.terms import check_kernel, check_loss
 from headstart.trainers.tracker import Tracker
@@ -63,8 +62,7 @@ def prepare(
     stored (data/capturing.py). ``changed``: for each arm the settings that differ from the defaults, for its report. Raises UserError
     naming the key or the file; door/schema.py has checked types and ranges before.
     """
-    if capture is not None and capture["out"] is None:
-        capture = None
+    capture = None if capture is None or capture["out"] is None else capture
     own = {name: dict(each) for name, each in (arms or {"": {"head": head, "loss": loss, "trainer": trainer}}).items()}
     decoding, places = open_decode(decode), places_of(out, out_fallback)
     _check_decode(decoding)
@@ -75,10 +73,7 @@ def prepare(
         raise UserError("trainer.epochs: of streamed data nobody knows how long an epoch is: give trainer.steps, or data.stream=false")
     with ExitStack() as stack:
         if is_main():
-            for key, place in zip(("out", "out_fallback"), places, strict=False):
-                for folder in dict.fromkeys([place, *(place / name for name in own)]):
-                    stack.enter_context(locked(folder, key))
-            own_spare(places)
+            stack.enter_context(taken(places, own))
         trainer, batch = _shared_out(trainer, own, runs, bool(data.get("stream")))
         if trainer["epochs"] is None:  # else the number of steps is not known before the data are read
             for name, each in own.items():
@@ -100,10 +95,8 @@ def prepare(
         about.expect(job.taps, trainer["length"])
         if capture is not None:
             job.source = _capturing(job, capture, stack)
-        if job.reported:  # checked before the training, not only after it
-            job.prompts = source.prompts(decoding.prompts, decoding.new_tokens)
-            check_prompts(job.prompts, decoding.new_tokens, about)
-            sizes_of(decoding.sequences, len(job.prompts))
+        if job.reported:
+            job.prompts = _report_prompts(decoding, source, about)
         job.held_out = _held_out(job)
         storage = None if capture is None else capture["storage"]  # the training depends on it, not on the folder
         known: Settings = {"target": about.fingerprint, "rows": source.digest(), "capture": storage}
@@ -236,6 +229,14 @@ def _capturing(job: Job, capture: Settings, stack: ExitStack) -> Source:
     made = Capturing(job.source, target, job.taps, **how, rank=rank, world=world)  # type: ignore[arg-type]
     stack.callback(made.close)
     return made.source
+
+
+def _report_prompts(decoding: Decode, source: Source, target: TargetInfo) -> list[list[int]]:
+    """The prompts of the report. Raises UserError if they do not fit: before the training, not only after it."""
+    prompts = source.prompts(decoding.prompts, decoding.new_tokens)
+    check_prompts(prompts, decoding.new_tokens, target)
+    sizes_of(decoding.sequences, len(prompts))
+    return prompts
 
 
 def _held_out(job: Job) -> list[TargetBatch]:

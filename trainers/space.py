@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
 
+from headstart.data.lock import locked
 from headstart.heads.errors import UserError
 from headstart.heads.files import put_text
 
@@ -42,6 +43,17 @@ def own_spare(places: Sequence[Path]) -> None:
         with suppress(OSError):
             spare.mkdir(parents=True, exist_ok=True)
             put_text(spare / OWNER, f"{places[0].resolve()}\n")
+
+
+@contextmanager
+def taken(places: Sequence[Path], arms: Iterable[str]) -> Iterator[None]:
+    """Inside, the run folders and those of the arms are locked. Raises UserError if another process writes into one of them."""
+    with ExitStack() as locks:
+        for key, place in zip(("out", "out_fallback"), places, strict=False):
+            for folder in dict.fromkeys([place, *(place / name for name in arms)]):
+                locks.enter_context(locked(folder, key))
+        own_spare(places)
+        yield
 
 
 @dataclass
