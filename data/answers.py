@@ -115,13 +115,8 @@ class ByEngine:
 
     def __init__(self, target: Target, engine: Engine, sampling: SamplingParams, new_tokens: int) -> None:
         self.target, self.engine, self.sampling, self.new_tokens = target, engine, sampling, new_tokens
-        self.name = target.name
+        self.name, self.max_length = target.name, engine.max_length
         self.running: dict[int, tuple[Line, Row, Reader]] = {}  # by the id() of the row
-
-    @property
-    def max_length(self) -> int:
-        """The most tokens of an engine row: a prompt and its answer together."""
-        return self.engine.max_length
 
     @property
     def free(self) -> int:

@@ -196,9 +196,9 @@ def _map(folder: Path, table: Table, encode: Encode, workers: int | None) -> Non
     with _quiet(datasets), forks_end_with_it():
         try:
             numbers.map(
-                _Columns(table, encode), batched=True, batch_size=BATCH, num_proc=count if count > 1 else None, features=features,
-                cache_file_name=str(folder / "tokens.arrow"), load_from_cache_file=False, new_fingerprint=folder.name.strip("."),
-                desc=f"tokenise ({count} processes)",
+                _columns, batched=True, batch_size=BATCH, fn_kwargs={"table": table, "encode": encode},
+                num_proc=count if count > 1 else None, features=features, cache_file_name=str(folder / "tokens.arrow"),
+                load_from_cache_file=False, new_fingerprint=folder.name.strip("."), desc=f"tokenise ({count} processes)",
             )  # fmt: skip
         except RuntimeError as error:
             if "subprocesses has abruptly died" not in str(error):
@@ -206,17 +206,12 @@ def _map(folder: Path, table: Table, encode: Encode, workers: int | None) -> Non
             raise UserError(f"one of {count} processes that tokenised was ended, by the system perhaps: give data.workers less") from None
 
 
-class _Columns:
-    """Maps row numbers to the columns that are stored for these rows."""
-
-    def __init__(self, table: Table, encode: Encode) -> None:
-        self.table, self.encode = table, encode
-
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        made = self.encode([self.table[i] for i in batch["row"]])
-        documents = [(np.empty(0, np.int32), np.empty(0, np.bool_)) if isinstance(one, str) else one for one in made]
-        ids, masks = ([document[k] for document in documents] for k in (0, 1))
-        return {"input_ids": ids, "loss_mask": masks, "row": batch["row"], "why": [one if isinstance(one, str) else None for one in made]}
+def _columns(batch: dict[str, Any], table: Table, encode: Encode) -> dict[str, Any]:
+    """The columns that are stored for the rows whose numbers ``batch`` holds."""
+    made = encode([table[i] for i in batch["row"]])
+    documents = [(np.empty(0, np.int32), np.empty(0, np.bool_)) if isinstance(one, str) else one for one in made]
+    ids, masks = ([document[k] for document in documents] for k in (0, 1))
+    return {"input_ids": ids, "loss_mask": masks, "row": batch["row"], "why": [one if isinstance(one, str) else None for one in made]}
 
 
 @contextmanager

@@ -39,13 +39,9 @@ class Stream:
         self.rows, self.reader, self.length, self.place, self.name, self.held = rows, reader, length, place, name, held
         self.of: list[Any] = []  # identifies the corpus
 
-    def documents(self, some: list[Row]) -> list[Document]:
-        """The documents of these rows, without those of skipped rows. Raises UserError for a bad row."""
-        return [made for made in self.reader(some) if not isinstance(made, str)]
-
     def block(self, some: list[Row], seed: tuple[int, ...]) -> InMemory | None:
         """The packed rows of a block, or None if nothing can be learnt from it. Raises UserError for a bad row."""
-        documents = self.documents(some)
+        documents = [made for made in self.reader(some) if not isinstance(made, str)]  # a str: why the row has none
         try:
             return pack(documents, self.length, seed=int(np.random.SeedSequence(seed).generate_state(1)[0]))
         except NothingToLearn:
