@@ -228,7 +228,8 @@ def _failures(job: Job) -> dict[str, str]:
 
 
 def _raise_failures(job: Job) -> None:
-    for name, why in (failed := _failures(job)).items():
+    if failed := _failures(job):
+        name, why = next(iter(failed.items()))
         raise UserError(f"{len(failed)} of {len(job.arms)} arms failed; {name}: {why}")
 
 

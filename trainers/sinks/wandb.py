@@ -32,11 +32,11 @@ def open(
     Raises UserError.
     """
     arm, settings, together = watched.arm, watched.settings, watched.together
-    found = [settings.get(key, {}).get("name") for key in ("head", "target", "data")]
-    found += list((settings.get("loss") or {}).get("terms") or ())
-    found += [f"arm:{arm}", together] if arm else []
-    labels = list(dict.fromkeys(str(tag)[:64] for tag in [*tags, *found] if tag))  # W&B's limit of characters
-    about = dict(project=project, name=watched.name, group=group or together, tags=labels, config=dict(settings))
+    own_tags = [settings.get(key, {}).get("name") for key in ("head", "target", "data")]
+    own_tags += list((settings.get("loss") or {}).get("terms") or ())
+    own_tags += [f"arm:{arm}", together] if arm else []
+    all_tags = list(dict.fromkeys(str(tag)[:64] for tag in [*tags, *own_tags] if tag))  # W&B's limit of characters
+    about = dict(project=project, name=watched.name, group=group or together, tags=all_tags, config=dict(settings))
     return WandbRun(watched, mode, artifact, **about)
 
 
