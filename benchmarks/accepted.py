@@ -38,7 +38,6 @@ import tempfile
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -46,7 +45,7 @@ from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.alternatives import RESULTS, ROOT, accepted_length, console, dynamic, settings
+from benchmarks.alternatives import RESULTS, ROOT, accepted_length, console, dynamic, jackknife, settings
 from benchmarks.tiny import held_out, open_tiny
 from benchmarks.train_step import put
 from headstart.data.batch import TargetBatch
@@ -145,9 +144,7 @@ def decoded(drafter: Drafter, target: Target, count: int | None) -> dict[str, fl
     for T in (0, 1):
         how = [replace(decode.sampling, temperature=float(T), seed=decode.sampling.seed + i) for i in range(len(prompts))]
         made = [dynamic(target, guesser, policy, decode.new_tokens, each)(p) for p, each in zip(prompts, how, strict=True)]
-        without = [accepted_length(made[:i] + made[i + 1 :]) for i in range(len(made))]
-        error = (sum((x - fmean(without)) ** 2 for x in without) * (len(made) - 1) / len(made)) ** 0.5
-        found |= {f"accepted_T{T}": accepted_length(made), f"error_T{T}": error}
+        found |= {f"accepted_T{T}": accepted_length(made), f"error_T{T}": jackknife(made)}
     return found
 
 

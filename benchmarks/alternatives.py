@@ -116,6 +116,13 @@ def accepted_length(runs: Sequence[Generation]) -> float:
     return sum(rounds) / max(len(rounds), 1)
 
 
+def jackknife(made: Sequence[Generation]) -> float:
+    """The standard error of the accepted length over the prompts."""
+    without = [accepted_length([*made[:i], *made[i + 1 :]]) for i in range(len(made))]
+    mean = sum(without) / len(without)
+    return (sum((x - mean) ** 2 for x in without) * (len(made) - 1) / len(made)) ** 0.5
+
+
 def figures(runs: dict[str, list[Generation]]) -> dict[str, dict[str, float]]:
     """The raw numbers of all alternatives."""
     return {

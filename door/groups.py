@@ -216,7 +216,7 @@ class Decode(Group):
     expand: Whole | None
     least: Probability
     paths: values.Paths
-    rule: Literal["auto", "top_plus_one", "token", "block", "multi_round", "without_replacement"]
+    rule: Literal["auto", "top_plus_one", "token", "block", "traversal", "multi_round", "without_replacement"]
     top_k: Count
     top_p: Annotated[float, Field(gt=0, le=1)]
     min_p: Probability

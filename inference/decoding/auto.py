@@ -19,13 +19,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.policy import TreePolicy, shapes_of
 from headstart.inference.decoding.propose import Drafting, Proposer
 from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
 
-CHAINS = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
 # Constants of the prior, chosen by simulating many acceptance rates and costs, of good and bad drafters alike.
 PRIOR, WEIGHT = [0.65], 2.0  # acceptance by depth where it is unknown, and the weight of that, in guesses
 SURE = 32.0  # the weight where the acceptance was measured
@@ -54,15 +53,6 @@ class Auto:
     costs: list[float]
     prior: Sequence[float] = ()
     reading: float = 0.0  # cost, in plain rounds, of each waiting row that the drafter reads (prompt, undrafted rounds)
-
-
-def shapes_of(policy: TreePolicy) -> list[TreePolicy]:
-    """The shapes of an auto policy: chains up to its depth, and its dynamic tree at two depths (where its nodes and depth allow one)."""
-    chains = [TreePolicy("chain", depth=d) for d in CHAINS if d <= policy.depth]
-    if policy.nodes < 2 or policy.depth < 2:
-        return chains
-    tree = replace(policy, kind="dynamic")
-    return [*chains, *dict.fromkeys(tree.at_most(d) for d in (3, policy.depth))]
 
 
 @dataclass
@@ -126,8 +116,8 @@ class Past:
         weight = SURE if prior else WEIGHT
         chain = self.chain.by_depth((known + known[-1:] * deepest)[:deepest], weight)
         tree = self.tree.by_depth([1 - BRANCHES * (1 - x) for x in chain], weight)
-        sums = {"chain": _expected(chain), "dynamic": _expected(tree)}
-        return [sums[shape.kind][shape.depth] for shape in shapes]
+        sums = {True: _expected(chain), False: _expected(tree)}
+        return [sums[shape.kind == "chain"][shape.depth] for shape in shapes]
 
 
 def _expected(acceptance: Sequence[float]) -> list[float]:
@@ -194,7 +184,7 @@ def auto_of(policy: TreePolicy, target: Target, proposer: Proposer, sampled: boo
     known, key = known_of(target, proposer), (policy, sampled)
     if key in known:
         return known[key]
-    shapes = shapes_of(policy)
+    shapes = shapes_of(policy, sampled)
     most = target.shape.max_positions
     prompt = [i % target.shape.vocab_size for i in range(max(min(48, most // 2), 1))]
     how: dict[str, Any] = {"new_tokens": min(ROUNDS * (1 + policy.depth), most - len(prompt)), "sampling": SamplingParams(float(sampled))}
@@ -251,7 +241,7 @@ def auto_of_rounds(rounds: Any, kind: Any, warp: LogitsWarper, long: float | Non
     known, key = known_of(rounds.target, rounds.drafter), (kind.policy, kind.n, warp.sampled)
     if key in known:
         return known[key]
-    put_back, shapes, now, most = rounds.snapshot(), shapes_of(kind.policy), clock_of(rounds.target), LONG if long is None else long
+    put_back, shapes, now = rounds.snapshot(), shapes_of(kind.policy, warp.sampled), clock_of(rounds.target)
 
     def wait() -> None:
         if rounds.device.type == "cuda":
@@ -259,7 +249,7 @@ def auto_of_rounds(rounds: Any, kind: Any, warp: LogitsWarper, long: float | Non
 
     def block(shape: TreePolicy | None) -> float:
         seconds: list[float] = []
-        while len(seconds) < 2 or (len(seconds) < ROUNDS and sum(seconds) < most):
+        while len(seconds) < 2 or (len(seconds) < ROUNDS and sum(seconds) < (long or LONG)):
             start = now()
             rounds.run(kind._replace(policy=shape), warp)
             wait()

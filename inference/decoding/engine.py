@@ -15,10 +15,10 @@ import torch
 
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
-from headstart.inference.decoding.auto import WORTH, Pace, auto_of_rounds, known_of, shapes_of
+from headstart.inference.decoding.auto import WORTH, Pace, auto_of_rounds, known_of
 from headstart.inference.decoding.context import CHUNK
 from headstart.inference.decoding.decode import Guesses, check_prompt
-from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.policy import TreePolicy, shapes_of
 from headstart.inference.decoding.rounds import Kind, Rounds
 from headstart.inference.decoding.row import Row, likely_of, shared_by, told_of
 from headstart.inference.decoding.said import Said
@@ -52,13 +52,13 @@ class Engine:
         plans = plans if isinstance(plans, Mapping) else {sequences: plans}
         if drafter is None or all(p is None for p in plans.values()):
             drafter, plans = None, {sequences: None}
-        for tree in plans.values():
-            if tree is not None:
-                tree.check(rule)
         self.target, self.drafter, self.plans, self.rule = target, drafter, dict(sorted(plans.items())), rule
         self.max_length = max_length
-        shapes = [shape for p in plans.values() if p is not None for shape in (shapes_of(p) if p.kind == "auto" else [p])]
-        self.auto = any(p is not None and p.kind == "auto" for p in plans.values())
+        shapes, self.auto = list[TreePolicy](), False
+        for tree in (p for p in plans.values() if p is not None):
+            tree.check(rule)
+            self.auto = self.auto or tree.kind == "auto"
+            shapes += [*shapes_of(tree, False), *shapes_of(tree, True)]
         self.rounds = Rounds(target, drafter, sequences, max_length, shapes, rule, WAITS if self.auto else 0, graphs)
         self.late = target.device.type == "cuda"
         self.places: list[Row | None] = [None] * sequences

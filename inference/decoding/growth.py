@@ -61,12 +61,13 @@ def grow(
     expanded = [torch.full((B, 1), -1, device=device)]  # per level, the rows that got children, as indices into the pool; -1: the root row
     pool, likeliest_BN = 0, None
     for depth in range(1, policy.depth + 1):
+        branch = policy.branch if plan is None else plan.branches[depth - 1]
         if not warp.sampled:
-            level = _best(drafter, draft, depth, policy.branch, value_BE)
+            level = _best(drafter, draft, depth, branch, value_BE)
         else:
-            logits_BEV = _logits(drafter, draft, depth, policy.branch, spread=True)
+            logits_BEV = _logits(drafter, draft, depth, branch, spread=True)
             width_E1 = None if plan is None else plan.widths[depth - 1]
-            level = draw_children(warp, logits_BEV, policy.branch, rng, depth, RULES[rule].draw, width_E1, value_BE)
+            level = draw_children(warp, logits_BEV, branch, rng, depth, RULES[rule].draw, width_E1, value_BE)
         levels.append(level)
         if depth == policy.depth:
             break
@@ -88,7 +89,7 @@ def grow(
                     break
                 best_BE, value_BE = best_BE[:, :most], value_BE[:, :most]
         rng.expand(level.tokens_BEK, best_BE)
-        parent_BE = best_BE // policy.branch
+        parent_BE = best_BE // branch
         own_BEX = _deeper(own_BEX, parent_BE)
         expanded.append(best_BE + pool)
         pool += level.tokens_BEK[0].numel()
@@ -122,7 +123,7 @@ def _grow_chain(
     tree = Tree(torch.cat(tokens, 1), plan.parents_N.expand(B, -1), plan.depths_N.expand(B, -1), depth)
     tree._rows_BRR = plan.rows_1RR.expand(B, -1, -1)
     if warp.sampled:
-        tree.drawn_BN, tree.all_drawn = torch.cat(drawn, 1), not warp.greedy
+        tree.drawn_BN = torch.cat(drawn, 1)
         tree.q_BRV = torch.cat([*q, torch.zeros_like(q[0])], 1)
         if warp.greedy:  # q is zero at rows of greedy sequences, which draw nothing
             tree.q_BRV = tree.q_BRV * F.pad(tree.drawn_BN, (0, 1))[..., None]
@@ -267,7 +268,7 @@ def _cut(policy: TreePolicy, plan: Plan | None, levels: list[Level], expanded: l
         depths_BN = torch.where(here_BN, depths_X[origin_BN], 0)
     tokens_BN = tokens_BP.gather(1, kept_BN)
     if levels[0].drawn_BEK is None:
-        tree = Tree(tokens_BN, parents_BN, depths_BN, len(levels), by_value=plan is None)
+        tree = Tree(tokens_BN, parents_BN, depths_BN, len(levels), by_value=plan is None, planned=plan is not None)
         tree._rows_BRR = None if plan is None else plan.rows_1RR.expand(B, -1, -1)
         return tree
     drawn_BN = torch.cat([x.drawn_BEK.flatten(1) for x in levels], 1).gather(1, kept_BN)  # type: ignore[union-attr]
@@ -280,4 +281,4 @@ def _cut(policy: TreePolicy, plan: Plan | None, levels: list[Level], expanded: l
     b_B1 = torch.arange(B, device=device)[:, None]
     q_BRV = q_BXV[b_B1, source_BR.clamp(min=0)] * (source_BR >= 0)[..., None]
     draws = 1 if draw == "top_plus_one" else policy.branch
-    return Tree(tokens_BN, parents_BN, depths_BN, len(levels), drawn_BN, q_BRV, draws, by_value=plan is None)
+    return Tree(tokens_BN, parents_BN, depths_BN, len(levels), drawn_BN, q_BRV, draws, by_value=plan is None, planned=plan is not None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,8 @@ from headstart.inference.decoding.tree import Tree
 from headstart.inference.decoding.verify import RULES, rule_of
 
 KINDS = ("auto", "chain", "fixed", "dynamic", "best_first")
+CHAINS = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)  # depths of an auto policy's chains
+REACHED, BESIDE = 0.65, 0.5  # of ``caterpillar``: acceptance of a guess, and of a further sibling
 MOST_READS = 512  # nodes that a drafter may read in one round; its memory has as many spare rows
 
 
@@ -25,8 +28,8 @@ class TreePolicy:
 
     ``chain`` (depth): one guess after the other. ``fixed`` (paths): the same tree every time. ``dynamic`` (depth, nodes, branch, expand,
     least): the ``expand`` best nodes of each level are expanded (2406.16858). ``best_first`` (depth, nodes, branch, least): every node
-    that can still be among the ``nodes`` best is expanded. ``auto``: a chain or the dynamic tree of these settings, chosen anew every
-    round (inference/decoding/auto.py).
+    that can still be among the ``nodes`` best is expanded. ``auto`` (depth, nodes, branch, expand, least):
+    chosen anew every round: a chain, or the dynamic tree of these settings, above temperature 0 a ``caterpillar`` of as many nodes.
 
     ``paths`` are child ranks from the root row (2401.10774): (0,) is the likeliest first guess, (0, 1) the second likeliest after it.
     ``nodes`` is the most that a dynamic or best-first tree keeps; for chains and fixed trees nodes, branch and depth follow from the
@@ -98,14 +101,15 @@ class TreePolicy:
             raise UserError(f"the rule {rule} needs a tree whose shape is fixed beforehand: use kind fixed, or the rule top_plus_one")
         return rule
 
-    def own_shape(self, rule: str) -> TreePolicy:
-        """The shape that an auto policy's settings describe, whatever it costs: a dynamic tree, or a chain where ``rule`` or ``nodes``
-        allows no tree. Any other policy is returned as it is.
+    def own_shape(self, rule: str, sampled: bool) -> TreePolicy:
+        """The shape that an auto policy's settings describe, whatever it costs: a dynamic tree, above temperature 0 (``sampled``) a
+        caterpillar, or a chain where ``rule`` or ``nodes`` allows no tree. Any other policy is returned as it is.
         """
         if self.kind != "auto":
             return self
-        chain = self.nodes < 2 or RULES[rule_of(rule, self)].chain_only
-        return TreePolicy("chain", depth=self.depth) if chain else replace(self, kind="dynamic")
+        if self.nodes < 2 or RULES[rule_of(rule, self)].chain_only:
+            return TreePolicy("chain", depth=self.depth)
+        return caterpillar(self.depth, self.nodes, self.branch) if sampled else replace(self, kind="dynamic")
 
     def at_most(self, depth: int) -> TreePolicy:
         """This policy, cut to at most ``depth`` >= 1 levels."""
@@ -143,6 +147,34 @@ def by_level(path: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
     return len(path), path
 
 
+def caterpillar(depth: int, nodes: int, branch: int) -> TreePolicy:
+    """A fixed tree: a chain of ``depth`` guesses, and the other nodes beside its guesses, at most ``branch`` children to a row.
+
+    Above temperature 0 it is accepted further than a dynamic tree of as many nodes: all its children are drawn, and since its shape does
+    not depend on them, the rule ``traversal`` may judge it from its leaves (EXPERIMENTS.md, 2026-11-26). A child of rank r at depth d + 1
+    counts for REACHED^d BESIDE^r; the best are taken.
+    """
+    depth = min(depth, nodes)
+    beside = sorted(((d, r) for d in range(depth) for r in range(1, branch)), key=lambda at: (-(REACHED ** at[0]) * BESIDE ** at[1], at))
+    paths = [(0,) * d for d in range(1, depth + 1)] + [(*(0,) * d, r) for d, r in beside[: nodes - depth]]
+    return TreePolicy("fixed", paths=tuple(paths))
+
+
+def shapes_of(policy: TreePolicy, sampled: bool) -> list[TreePolicy]:
+    """The shapes of an auto policy: chains up to its depth, and a tree in two sizes (dynamic; above temperature 0, ``sampled``, a
+    caterpillar) where its nodes and depth allow one. Of another policy: itself.
+    """
+    if policy.kind != "auto":
+        return [policy]
+    chains = [TreePolicy("chain", depth=d) for d in CHAINS if d <= policy.depth]
+    if policy.nodes < 2 or policy.depth < 2:
+        return chains
+    depths = dict.fromkeys(min(d, policy.depth) for d in (3, policy.depth))
+    if sampled:
+        return [*chains, *(caterpillar(d, max(round(policy.nodes * d / policy.depth), 2), policy.branch) for d in depths)]
+    return [*chains, *(replace(policy, kind="dynamic").at_most(d) for d in depths)]
+
+
 AUTO = TreePolicy("auto", depth=8, nodes=15, branch=4, expand=2, least=0.1)  # the default, as in conf/decode/auto.yaml
 
 
@@ -155,6 +187,7 @@ class Plan(NamedTuple):
     """Which nodes a chain or a fixed tree expands and keeps, as tensors of E expanded rows a level, K children each and N kept nodes."""
 
     expand: list[Tensor]  # per level, the children that are expanded next, as indices into [E, K] flattened
+    branches: list[int]  # per level, K: the most children that one row has
     widths: list[Tensor]  # per level, how many children each expanded row has, [E, 1]
     kept_N: Tensor  # the kept children, as indices into the pool of all children of all levels
     origin_N: Tensor  # the expanded row that each node is a child of, counted over all levels
@@ -171,21 +204,25 @@ def plan_of(policy: TreePolicy, device: torch.device) -> Plan:
 
 
 def _made(policy: TreePolicy, device: torch.device) -> Plan:
-    paths, K = policy.paths or tuple((0,) * d for d in range(1, policy.depth + 1)), policy.branch
+    paths = policy.paths or tuple((0,) * d for d in range(1, policy.depth + 1))
     rows = sorted({p[:-1] for p in paths}, key=by_level)  # the rows that are expanded, the root row first
     index = {row: i for i, row in enumerate(rows)}
     node = {path: i for i, path in enumerate(paths)}
     levels = [[row for row in rows if len(row) == d] for d in range(policy.depth)]
-    start = [index[level[0]] for level in levels]
+    branches = [1 + max(p[-1] for p in paths if len(p) == d) for d in range(1, policy.depth + 1)]
+    # where each expanded row's children begin in the pool of all levels
+    first = dict(zip(rows, accumulate((branches[len(row)] for row in rows), initial=0), strict=False))
+    start = [first[level[0]] for level in levels]
 
     def tensor(x: list[int]) -> Tensor:
         return torch.tensor(x, device=device)
 
     parents = [node.get(p[:-1], -1) for p in paths]
     return Plan(
-        [tensor([(index[row[:-1]] - start[d]) * K + row[-1] for row in level]) for d, level in enumerate(levels[1:])],
+        [tensor([first[row[:-1]] - start[d] + row[-1] for row in level]) for d, level in enumerate(levels[1:])],
+        branches,
         [tensor([sum(p[:-1] == row for p in paths) for row in level])[:, None] for level in levels],
-        tensor([index[p[:-1]] * K + p[-1] for p in paths]),
+        tensor([first[p[:-1]] + p[-1] for p in paths]),
         tensor([index[p[:-1]] for p in paths]),
         tensor(parents),
         tensor([len(p) for p in paths]),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headstart.heads.errors import UserError
 
-RULES = ("auto", "token", "block", "multi_round", "without_replacement", "top_plus_one")  # see inference/decoding/verify.py
+RULES = ("auto", "token", "block", "traversal", "multi_round", "without_replacement", "top_plus_one")  # see inference/decoding/verify.py
 
 
 @dataclass(frozen=True)

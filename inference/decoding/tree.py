@@ -30,8 +30,8 @@ class Tree:
     drawn_BN: Tensor | None = None  # bool: the node was sampled from q, and is no deterministic top child; None: nothing was sampled
     q_BRV: Tensor | None = None  # the distribution that each row's drawn children were drawn from; zeros for a row without any
     draws: int = 1  # the most drawn children that one row has
-    all_drawn: bool = False  # every node was drawn, as far as that is known without asking the device
     by_value: bool = False  # nodes were selected by value: a tree with as many nodes as levels need not be a chain
+    planned: bool = False  # its shape was fixed before anything was drawn
     _rows_BRR: Tensor | None = field(default=None, init=False, repr=False)
 
     @classmethod

@@ -23,7 +23,7 @@ from torch import Tensor
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.counter_rng import SLOTS, VERIFYING, CounterRNG
 from headstart.inference.decoding.sampling import LogitsWarper
-from headstart.inference.decoding.tree import Acceptance, Tree
+from headstart.inference.decoding.tree import NO_NODE, Acceptance, Tree
 
 if TYPE_CHECKING:
     from headstart.inference.decoding.policy import TreePolicy
@@ -67,13 +67,7 @@ def multi_round(tree: Tree, p_BRV: Tensor, rng: CounterRNG, hasty: bool = False)
 
 def without_replacement(tree: Tree, p_BRV: Tensor, rng: CounterRNG, hasty: bool = False) -> Acceptance:
     """As ``multi_round``, for children drawn one after the other without replacement (RSD 2402.14160, Sequoia 2402.12374)."""
-
-    def remaining(q_BV: Tensor, token_B: Tensor) -> Tensor:
-        q_BV = q_BV.scatter(1, token_B[:, None], 0.0)
-        total_B1 = q_BV.sum(-1, keepdim=True)
-        return q_BV / torch.where(total_B1 > 0, total_B1, 1.0)
-
-    return _walk(tree, p_BRV, rng, hasty, remaining)
+    return _walk(tree, p_BRV, rng, hasty, lambda q_BV, token_B: _without(q_BV, token_B[:, None]))
 
 
 def _walk(tree: Tree, p_BRV: Tensor, rng: CounterRNG, hasty: bool, next_q: Callable[[Tensor, Tensor], Tensor]) -> Acceptance:
@@ -120,69 +114,91 @@ def _walk(tree: Tree, p_BRV: Tensor, rng: CounterRNG, hasty: bool, next_q: Calla
     return Acceptance(rows_BA, count_B, token_B)
 
 
-def block(tree: Tree, p_BRV: Tensor, rng: CounterRNG, hasty: bool = False) -> Acceptance:
-    """Block verification of chains (2403.10444, algorithm 2): accept the longest of all prefixes that pass.
+def traversal(tree: Tree, p_BRV: Tensor, rng: CounterRNG, hasty: bool = False) -> Acceptance:
+    """From the leaves to the root: the first row that passes, in post-order, ends the accepted path (2505.12398; for chains it is block
+    verification, 2403.10444). Only for trees whose shape does not depend on what was drawn: see below.
 
-    w_0 = 1, w_i = min(1, w_{i-1} p(x_i)/q(x_i)) and s_i = sum max(w_i p - q, 0) at row i. The prefix of i < n tokens passes with
-    probability s_i / (s_i + 1 - w_i), the whole chain with w_n. The token after an accepted prefix i is drawn from the normalised
-    max(w_i p - q, 0), or from p after the whole chain. Raises UserError for a tree that is no chain.
+    Every row has a weight w, the probability that the path ends in it or below it, and keeps a distribution p of the token after it; the
+    root row has w = 1 and the target's p. A child x that was drawn from q (a deterministic child: from a point mass) gets the weight
+    min(1, w p(x)/q(x)). If nothing in its subtree passes, its parent goes on with s = sum max(w p - q, 0), p = max(w p - q, 0) / s and
+    w = s / (s + 1 - w), and its next sibling is judged by these. After its last child a row passes with probability w, and the token
+    after the path is drawn from its p.
+
+    Summed over x, a subtree takes min(q, w p)(x) and leaves max(w p - q, 0)(x): together w p, so every row hands on w times the target's
+    distribution. This uses that x has the distribution q whatever happened in other subtrees. Where nodes of all subtrees compete for
+    places in the tree by their value, this does not hold.
     """
-    B, R, V = p_BRV.shape
-    N, device = R - 1, p_BRV.device
-    if tree.depth != N:
-        raise UserError("the block rule verifies chains: use policy kind 'chain', or the rule top_plus_one for trees")
-    node_N = torch.arange(N, device=device)
-    here_BN = tree.parents_BN == node_N - 1
-    n_B = here_BN.sum(1)  # nodes of each chain; its empty places stand after them
-    q_BNV, at_BN1 = _drawn_from(tree, p_BRV), tree.tokens_BN[..., None]
-    ratio_BN = torch.where(here_BN, (p_BRV[:, :-1].gather(2, at_BN1) / q_BNV.gather(2, at_BN1))[..., 0], 0.0)
-    w = [torch.ones(B, dtype=p_BRV.dtype, device=device)]
-    for i in range(N):
-        w.append((w[-1] * ratio_BN[:, i]).clamp(max=1.0))
-    w_BR = torch.stack(w, 1)
-    left_BNV = (w_BR[:, :-1, None] * p_BRV[:, :-1] - q_BNV).clamp_(min=0)
-    s_BN = left_BNV.sum(-1)
-    room_BN = s_BN + 1 - w_BR[:, :-1]
-    passes_BR = F.pad(torch.where(room_BN > 0, s_BN / room_BN, 1.0), (0, 1))
-    row_R, whole_BR = torch.arange(R, device=device), torch.arange(R, device=device) == n_B[:, None]
-    passes_BR = torch.where(whole_BR, w_BR, torch.where(row_R < n_B[:, None], passes_BR, 0.0))
-    count_B, closed_B = torch.zeros_like(n_B), torch.zeros_like(n_B, dtype=torch.bool)
-    for i in range(N, 0, -1):  # the flips are independent, so the longest one that passes is found from the end
-        passed_B = rng.flip(torch.where(closed_B, 0.0, passes_BR[:, i]), VERIFYING + i)
-        count_B, closed_B = torch.where(passed_B, i, count_B), closed_B | passed_B
-    b_B, i_B = torch.arange(B, device=device), count_B.clamp(max=max(N - 1, 0))
-    own_BV = p_BRV[b_B, count_B]
-    if N:
-        rest_B = (count_B < n_B) & (s_BN[b_B, i_B] > 0)  # where s = 0 the token comes from p: see _residual
-        own_BV = torch.where(rest_B[:, None], left_BNV[b_B, i_B], own_BV)
-    rows_BA = torch.where(row_R <= count_B[:, None], row_R, 0)[:, : tree.depth + 1]
-    return Acceptance(rows_BA, count_B, rng.draws(own_BV[:, None], VERIFYING)[:, 0, 0])
+    B, R, _ = p_BRV.shape
+    b_B, parents_BN, tokens_BN = torch.arange(B, device=p_BRV.device), tree.parents_BN, tree.tokens_BN
+    p_BRV, w_BR = p_BRV.clone(), F.pad(torch.ones_like(p_BRV[:, 0, :1]), (0, R - 1))
+    q_BRV = None if tree.q_BRV is None else tree.q_BRV.clone()
+    for node in range(R - 1):
+        here_B, row_B, x_B1 = parents_BN[:, node] > NO_NODE, (parents_BN[:, node] + 1).clamp(min=0), tokens_BN[:, node, None]
+        w_B, p_BV = w_BR[b_B, row_B], p_BRV[b_B, row_B]
+        from_BV = torch.zeros_like(p_BV).scatter_(1, x_B1, 1.0)
+        if q_BRV is not None and tree.drawn_BN is not None:
+            q_BV, drawn_B1 = q_BRV[b_B, row_B], tree.drawn_BN[:, node, None]
+            from_BV = torch.where(drawn_B1, q_BV, from_BV)
+            q_BRV[b_B, row_B] = torch.where(drawn_B1, _without(q_BV, x_B1), q_BV)
+        w_BR[:, node + 1] = torch.where(here_B, (w_B * (p_BV.gather(1, x_B1) / from_BV.gather(1, x_B1))[:, 0]).clamp(max=1.0), 0.0)
+        left_BV = (w_B[:, None] * p_BV - from_BV).clamp_(min=0)
+        s_B = left_BV.sum(-1)
+        room_B, some_B1 = s_B + 1 - w_B, (here_B & (s_B > 0))[:, None]
+        w_BR[b_B, row_B] = torch.where(here_B, torch.where(room_B > 0, s_B / room_B, 1.0), w_B)
+        p_BRV[b_B, row_B] = torch.where(some_B1, left_BV / s_B[:, None], p_BV)
+    flips = [rng.flip(w_BR[:, row], VERIFYING + row) for row in range(1, R)]
+    passes_BR = torch.stack([torch.ones_like(b_B, dtype=torch.bool), *flips], 1)
+    ends_BR = (tree.rows() & passes_BR[..., None]).any(1)  # whether the path may end in this row or below it
+    row_B = torch.zeros_like(b_B)
+    for _ in range(tree.depth):
+        next_BN = (parents_BN == row_B[:, None] - 1) & ends_BR[:, 1:]
+        row_B = torch.where(next_BN.any(1), next_BN.int().argmax(1) + 1, row_B)
+    depths_BR = F.pad(tree.depths_BN, (1, 0))
+    rows_BA = _by_depth(tree.rows()[b_B, row_B], depths_BR, tree.depth)
+    return Acceptance(rows_BA, depths_BR[b_B, row_B], rng.draws(p_BRV[b_B, row_B][:, None], VERIFYING)[:, 0, 0])
 
 
-def _drawn_from(tree: Tree, p_BRV: Tensor) -> Tensor:
-    """The distribution that each guess of a chain was drawn from, [B, N, V]. A guess that was not drawn has a point mass on itself."""
-    if tree.q_BRV is not None and tree.all_drawn:
-        return tree.q_BRV[:, :-1]
-    point_BNV = p_BRV.new_zeros(p_BRV.shape[0], len(tree), p_BRV.shape[2]).scatter_(2, tree.tokens_BN[..., None], 1.0)
-    if tree.q_BRV is None or tree.drawn_BN is None:
-        return point_BNV
-    return torch.where(tree.drawn_BN[..., None], tree.q_BRV[:, :-1], point_BNV)
+def block(tree: Tree, p_BRV: Tensor, rng: CounterRNG, hasty: bool = False) -> Acceptance:
+    """Block verification (2403.10444, algorithm 2): ``traversal`` of a chain. Raises UserError for a tree that is none."""
+    if tree.depth != len(tree):
+        raise UserError("the block rule verifies chains: use policy kind 'chain', or the rule auto for trees")
+    return traversal(tree, p_BRV, rng)
 
 
-def block_alone(tree: Tree, p_1RV: Tensor, rng: CounterRNG) -> tuple[list[int], int]:
-    """``block`` for one sequence: the same decisions, made on the host. Returns what ``choose_alone`` returns."""
-    N = len(tree)
-    if tree.depth != N:
-        raise UserError("the block rule verifies chains: use policy kind 'chain', or the rule top_plus_one for trees")
-    q_1NV, at_1N1, w = _drawn_from(tree, p_1RV), tree.tokens_BN[..., None], [1.0]
-    for ratio in (p_1RV[:, :-1].gather(2, at_1N1) / q_1NV.gather(2, at_1N1)).flatten().tolist() if N else ():
-        w.append(min(w[-1] * ratio, 1.0))
-    left_NV = (p_1RV[0, :-1] * p_1RV.new_tensor(w[:-1])[:, None] - q_1NV[0]).clamp_(min=0)
-    s = left_NV.sum(-1).tolist() if N else []
-    passes = [x / (x + 1 - w[i]) if x + 1 - w[i] > 0 else 1.0 for i, x in enumerate(s)] + [w[N]]
-    count = next((i for i in range(N, 0, -1) if rng.flip_alone(passes[i], VERIFYING + i)), 0)
-    own_V = left_NV[count] if count < N and s[count] > 0 else p_1RV[0, count]
-    return list(range(count + 1)), int(rng.draws(own_V[None, None], VERIFYING))
+def traversal_alone(tree: Tree, p_1RV: Tensor, rng: CounterRNG) -> tuple[list[int], int]:
+    """``traversal`` for one sequence: the same decisions, made on the host and only as far as they are needed. Returns what
+    ``choose_alone`` returns.
+    """
+    tokens, children = tree.tokens_BN[0].tolist(), [list[int]() for _ in range(len(tree) + 1)]
+    for node, parent in enumerate(tree.parents_BN[0].tolist()):
+        children[parent + 1].append(node)
+    drawn = [False] * len(tree) if tree.drawn_BN is None else tree.drawn_BN[0].tolist()
+
+    def end(row: int, w: float) -> tuple[list[int], Tensor] | None:
+        """The path from ``row`` to the first row that passes in its subtree, and the distribution of the token after it."""
+        p_V, q_V = p_1RV[0, row], None if tree.q_BRV is None else tree.q_BRV[0, row]
+        for node in children[row]:
+            x, from_V = tokens[node], q_V if drawn[node] else None
+            mine = w * float(p_V[x]) / (1.0 if from_V is None else float(from_V[x]))
+            if mine > 0 and (found := end(node + 1, min(mine, 1.0))) is not None:
+                return [row, *found[0]], found[1]
+            left_V = (w * p_V).index_fill_(0, tree.tokens_BN[0, node], 0.0) if from_V is None else (w * p_V - from_V).clamp_(min=0)
+            s = float(left_V.sum())
+            w, p_V = s / (s + 1 - w) if s + 1 - w > 0 else 1.0, left_V / s if s > 0 else p_V
+            if from_V is not None and node != children[row][-1]:
+                q_V = _without(from_V[None], tree.tokens_BN[:, node, None])[0]
+        return ([row], p_V) if row == 0 or rng.flip_alone(w, VERIFYING + row) else None
+
+    found = end(0, 1.0)
+    assert found is not None  # the root row always passes
+    return found[0], int(rng.draws(found[1][None, None], VERIFYING))
+
+
+def _without(q_BV: Tensor, x_B1: Tensor) -> Tensor:
+    """The distribution of the next child that is drawn without replacement after ``x``."""
+    q_BV = q_BV.scatter(1, x_B1, 0.0)
+    total_B1 = q_BV.sum(-1, keepdim=True)
+    return q_BV / torch.where(total_B1 > 0, total_B1, 1.0)
 
 
 def greedy_alone(tree: Tree, choice_R: list[int]) -> tuple[list[int], int]:
@@ -214,18 +230,24 @@ RULES = {  # the rule "auto" stands for one of these, by the shape of the tree: 
     "block": Rule(block, chain_only=True),
     "multi_round": Rule(multi_round, "with_replacement"),
     "without_replacement": Rule(without_replacement, "without_replacement"),
+    "traversal": Rule(traversal, "without_replacement"),
     "top_plus_one": Rule(multi_round),
 }
 
 
 def rule_of(rule: str, shape: Tree | TreePolicy) -> str:
-    """The rule itself; for "auto" the best one: ``block`` for a chain, ``without_replacement`` for a tree whose shape is fixed beforehand,
+    """The rule itself; for "auto" the best one: ``block`` for a chain, ``traversal`` for a tree whose shape was fixed beforehand,
     ``top_plus_one`` for one whose nodes are selected by value.
 
     Asked of the policy when children are drawn, and of the tree when they are verified. A tree may say less than its policy (a lookup's
-    may be a chain under any), but never what is inexact: where a row has one drawn child at most, the three rules for trees are one.
+    may be a chain under any), but never what is inexact: where a row has one drawn child at most, the rules for trees draw alike, and
+    children that were drawn for ``traversal`` may be verified by ``without_replacement`` (so are trees that other guesses were added to).
     """
-    return rule if rule != "auto" else "block" if shape.is_chain else "top_plus_one" if shape.by_value else "without_replacement"
+    if rule != "auto":
+        return rule
+    if shape.is_chain:
+        return "block"
+    return "top_plus_one" if shape.by_value else "traversal" if shape.planned else "without_replacement"
 
 
 def choose(
@@ -247,8 +269,8 @@ def choose_alone(
     p_1RV = warp.target(logits_1RV, seen_1RV)
     if not len(tree):
         return [0], int(rng.draws(p_1RV[:, :1], VERIFYING))
-    if rule == "block":
-        return block_alone(tree, p_1RV, rng)
+    if RULES[rule].verify in (block, traversal):
+        return traversal_alone(tree, p_1RV, rng)
     verdict = RULES[rule].verify(tree, p_1RV, rng, True)
     return verdict.rows_BA[0, : int(verdict.count_B) + 1].tolist(), int(verdict.token_B)
 

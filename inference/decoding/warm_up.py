@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from headstart.inference.decoding.auto import auto_of_rounds, shapes_of
+from headstart.inference.decoding.auto import auto_of_rounds
 from headstart.inference.decoding.capture import MOST_GRAPHS
-from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.policy import TreePolicy, shapes_of
 from headstart.inference.decoding.rounds import Kind, Rounds
 from headstart.inference.decoding.sampling import LogitsWarper
 
@@ -64,7 +64,7 @@ def _expected(rounds: Rounds, plan: Plan) -> Iterator[tuple[Kind, LogitsWarper]]
     for padded_length, how, n in product(lengths, (GREEDY, SAMPLED, FILTERED), sizes):
         warp = LogitsWarper({name: column[:n] for name, column in rounds.warps.items()}, **how)
         for policy in dict.fromkeys(plan(load) for load in range(n // 2 + 1, n + 1)):
-            shapes = [] if policy is None else shapes_of(policy) if policy.kind == "auto" else [policy]
+            shapes = [] if policy is None else shapes_of(policy, warp.sampled)
             if policy is not None and policy.kind == "auto" and padded_length == rounds.padded_length(1) and how is not FILTERED:
                 shapes.append(policy)
             for shape in (None, *shapes):

@@ -55,6 +55,8 @@ class Union:
 
     def propose(self, policy: TreePolicy, rng: CounterRNG, sampling: SamplingParams) -> Tree:
         """The merged tree. Under a chain policy: the last part's chain, which guesses of the other parts may continue."""
+        if sampling.temperature > 0 and sampling.rule == "traversal" and not policy.is_chain:
+            raise UserError("proposer union: the rule traversal needs a shape that is fixed beforehand, merged trees have none: rule=auto")
         branch = 1 if policy.kind == "chain" else policy.nodes
         *others, best = self.parts
         guesses = Trie(policy.nodes, branch)
@@ -70,7 +72,8 @@ class Union:
         merged, more = union.tree(tree.tokens_BN.device), len(union) - len(tree)
         if tree.drawn_BN is not None and tree.q_BRV is not None:
             merged.drawn_BN, merged.q_BRV = F.pad(tree.drawn_BN, (0, more)), F.pad(tree.q_BRV, (0, 0, 0, more))
-            # by_value: a tree that is now and then a chain must not be verified as one then, or the rule would hang on what was drawn
+            # by_value: a tree that is now and then a chain must not be verified as one then, or the rule would hang on what was drawn. It
+            # is not ``planned``: which guesses find a place beside the last part's depends on what that has drawn.
             merged.draws, merged.by_value = tree.draws, tree.by_value
         return merged
 

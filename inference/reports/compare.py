@@ -20,7 +20,7 @@ from headstart.inference.reports.figures import GRAM
 from headstart.inference.reports.measure import Contender
 from headstart.inference.reports.pictures import comparison_picture
 from headstart.inference.reports.render import table
-from headstart.inference.reports.report import Report
+from headstart.inference.reports.report import Report, shape_of
 from headstart.inference.reports.report_page import Curves
 from headstart.inference.reports.timing import time_rounds
 from headstart.inference.reports.verdict import advice, as_served
@@ -44,7 +44,8 @@ COLUMNS = {  # of comparison.md: key -> format, and the heading on the terminal 
 }
 CONDITIONS = {"target": "target", "device": "machine", "dtype": "dtype", "prompts_from": "prompts from", "prompts": "number of prompts",
               "new_tokens": "new tokens of a prompt", "commit": "commit"}  # fmt: skip
-ABOUT = ("prompts", "tree", "dtype", "device", "commit", "versions", "data", "train_steps")  # told once, if all reports agree
+# told once, if all reports agree
+ABOUT = ("prompts", "tree", "tree_temperature_1", "dtype", "device", "commit", "versions", "data", "train_steps")
 
 
 def costs_of(target: Target, contender: Contender, prompts: Sequence[Sequence[int]], new_tokens: int) -> dict[str, float]:
@@ -55,7 +56,7 @@ def costs_of(target: Target, contender: Contender, prompts: Sequence[Sequence[in
     """
     assert contender.drafter is not None
     short, long = TreePolicy("chain", depth=1), TreePolicy("chain", depth=contender.policy.depth)
-    tree = replace(contender.shapes["tree"], least=0.0)
+    tree = replace(contender.shapes["tree", 0], least=0.0)
     shapes = list(dict.fromkeys([short, long, tree]))
     times = time_rounds(target, contender.drafter, shapes, prompts, 1, new_tokens)
     plain = times[None].verify
@@ -214,7 +215,7 @@ def markdown(rows: Sequence[Mapping[str, Any]], failed: Mapping[str, str], about
         "",
     ]
     words = {"prompts": "{} prompts", "tree": "shape: {}", "dtype": "{}", "device": "on {}", "commit": "commit {}"}
-    known_of = {key: TreePolicy(**about[key]) if key == "tree" else about[key] for key in words if key in about}
+    known_of = {key: shape_of(about) if key == "tree" else about[key] for key in words if key in about}
     if known_of:
         lines += ["; ".join(words[key].format(value) for key, value in known_of.items()) + ".", ""]
     return "\n".join(lines)

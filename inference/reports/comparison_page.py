@@ -9,10 +9,10 @@ from typing import Any
 
 from markupsafe import Markup
 
-from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.reports.charts import LETTER, Box, Point, Series, beside, grid_x, grid_y, lines, mark, path, svg, ticks
 from headstart.inference.reports.gain import by_sequences
 from headstart.inference.reports.page import about, bar, between, figure, h, joined, page, section, shortened, table
+from headstart.inference.reports.report import shape_of
 from headstart.inference.reports.report_page import Curves, points, word
 from headstart.inference.reports.verdict import advice, headline
 
@@ -202,7 +202,7 @@ def conditions(about_all: Mapping[str, Any]) -> Markup:
     return about({
         "target": about_all.get("target"),
         "prompts": about_all.get("prompts"),
-        "shape": TreePolicy(**about_all["tree"]) if "tree" in about_all else None,
+        "shape": shape_of(about_all) if "tree" in about_all else None,
         "data of the training": about_all.get("data"),
         "steps": about_all.get("train_steps"),
         "machine": about_all.get("device"),

@@ -73,7 +73,7 @@ def expected_walk(
         return greedy_walk(drafter, Recorded.by(target, drafter.taps, prompt, said), depth)
     first, T = len(prompt) - 1, len(prompt) + len(said)
     accept_KT, w_N = torch.zeros(depth, T, dtype=torch.float64), torch.ones(len(said), dtype=torch.float64)
-    block = rule_of(sampling.rule, TreePolicy("chain", depth=depth)) == "block"
+    block = rule_of(sampling.rule, TreePolicy("chain", depth=depth)) in ("block", "traversal")
     for d, (q_NV, x_N, final_ND) in enumerate(guesses_over(target, drafter, prompt, said, depth)):
         ratio_N = chance_ratio(q_NV, target.logits(final_ND), x_N, sampling).double().cpu()
         accept_KT[d, first : first + len(x_N)] = (ratio_N / w_N[: len(x_N)]).clamp_max(1.0)

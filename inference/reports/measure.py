@@ -64,17 +64,17 @@ class Contender:
 
     def open(self, target: Target, longest: int, sampling: SamplingParams) -> None:
         own_chain = self.guesser is self.drafter and sampling.repetition_penalty == 1
-        self.shapes = {"tree": self.policy.own_shape(sampling.rule)}
-        self.shapes |= {"chain": TreePolicy("chain", depth=self.policy.depth)} if own_chain else {}
-        self.shapes |= {"auto": self.policy} if self.policy.kind == "auto" else {}
-        trees = list(self.shapes.values())
+        self.shapes = {("tree", t): self.policy.own_shape(sampling.rule, t > 0) for t in TEMPERATURES}
+        self.shapes |= {("chain", t): TreePolicy("chain", depth=self.policy.depth) for t in TEMPERATURES if own_chain}
+        self.shapes |= {("auto", t): self.policy for t in TEMPERATURES if self.policy.kind == "auto"}
+        trees = [*self.shapes.values()]
         self.decoder = Decoder(target, self.guesser, self.policy, trees=trees, rule=sampling.rule, max_length=longest)
-        self.made = {(kind, temperature): [] for kind in self.shapes for temperature in TEMPERATURES}
+        self.made = {key: [] for key in self.shapes}
         self.truth = Truth(target, self.drafter) if self.drafter is not None and self.guesser is self.drafter else None
 
     def decode(self, plain: Plain, i: int, new_tokens: int) -> None:
         for (kind, temperature), made in self.made.items():
-            shape, sampling = self.shapes[kind], plain.how(i)[temperature]
+            shape, sampling = self.shapes[kind, temperature], plain.how(i)[temperature]
             plain.settle(i)
             made.append(self.decoder.timed(plain.prompts[i], new_tokens=new_tokens, policy=shape, sampling=sampling)[0])
 
@@ -87,7 +87,7 @@ class Contender:
         """Add the texts just decoded to ``truth``, which expects their accepted lengths. Not auto's: its rounds have the others' shapes."""
         for (kind, temperature), made in self.made.items():
             if self.truth is not None and kind != "auto":
-                self.truth.add(kind, self.shapes[kind], prompt, made[-1], how[temperature], new_tokens)
+                self.truth.add(kind, self.shapes[kind, temperature], prompt, made[-1], how[temperature], new_tokens)
 
     def expected_length(self, temperature: int) -> float:
         """The expected accepted length of a chain; 0 where there is no ``truth``."""
@@ -206,7 +206,7 @@ def _report(plain: Plain, c: Contender) -> Report:
         return decoding_figures(c.made[kind, temperature], said[temperature], depth, expected)
 
     others = {f"{kind}_temperature_{t}": figures(kind, t) for kind, t in c.made if kind != "tree"}
-    served = "auto" if "auto" in c.shapes else "tree"
+    served = "auto" if ("auto", 0) in c.shapes else "tree"
     several = batches({t: figures(served, t) for t in TEMPERATURES}, c.together, plain.together, depth) if c.together else None
     parameters = 0 if c.drafter is None else c.drafter.size
     trimmed = {}
@@ -232,7 +232,7 @@ def _report(plain: Plain, c: Contender) -> Report:
         "new_tokens": plain.new_tokens,
         "prompt_tokens": sum(map(len, prompts)),
         "prompts_from": "these prompts",  # the doors name the file in ``extra``
-        "tree": asdict(c.shapes["tree"]),
+        **{"tree" + "_temperature_1" * t: asdict(c.shapes["tree", t]) for t in TEMPERATURES},
         "proposer": {"kind": "drafter"},  # ``extra`` describes any other proposer
         "drafter_parameters": parameters,
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -257,7 +257,7 @@ def _texts(plain: Plain, c: Contender) -> list[Text]:
         for temperature in TEMPERATURES:
             alone, known = plain.said[temperature][i], plain.probabilities[temperature][i]
             found.append(Text(i, temperature, "plain", alone.tokens, probabilities=known, seconds=round(alone.seconds, 6)))
-            for kind in c.shapes:
+            for kind in (kind for kind, t in c.shapes if t == temperature):
                 said = c.made[kind, temperature][i]
                 text = Text(i, temperature, kind, said.tokens, rounds_of(said), seconds=round(said.seconds, 6))
                 found.append(_explained(plain, c, text, known if said.tokens == alone.tokens else None) if kind == "tree" else text)

@@ -7,9 +7,9 @@ At temperature 0 a guess is accepted or not, so the rounds equal decoding's. Abo
 drawn guess may have been refused, and its token then sampled by the target itself. So the drawn guesses, and whether each was accepted,
 are sampled here given that this text came out. Of the probability p(x) of emitting x after a row, min(p, q)(x) comes from accepting a
 drawn child (q: the distribution it was drawn from); a refused child was drawn from max(q - p, 0), normalised. So the expected number of
-rounds equals decoding's, for every rule: with several drawn children p becomes the residual after each refusal; the block rule
-(2403.10444) scales p by w, the running min(1, w p / q) of the path. It does not matter whether the text was decoded plainly or with some
-drafter: its distribution is the target's in both cases.
+rounds equals decoding's, for every rule: with several drawn children p becomes the residual after each refusal; the rules block and
+traversal scale p by w, the weight of the path (see ``verify.traversal``). It does not matter whether the text was decoded plainly or
+with some drafter: its distribution is the target's in both cases.
 
 Shape suffixes: T tokens, R rows of one pass (root row and nodes), E expanded rows of a level, K children of each, D hidden, V vocabulary.
 """
@@ -87,7 +87,9 @@ class ReplayedState(SequenceState):
     def __init__(self, recorded: Recorded, new_tokens: int, sampling: SamplingParams, policy: TreePolicy) -> None:
         super().__init__(recorded, recorded.prompt, new_tokens, sampling, None, None, None)  # type: ignore[arg-type]
         self.recorded = recorded
-        self.several = RULES[rule_of(sampling.rule, policy)].draw != "top_plus_one"  # whether a row may have several drawn children
+        rule = rule_of(sampling.rule, policy.own_shape(sampling.rule, True))
+        self.weighted = rule in ("block", "traversal")
+        self.several = self.weighted or RULES[rule].draw != "top_plus_one"  # whether a row may have several drawn children
 
     def rng(self, position: int) -> CounterRNG:
         """Random numbers by which drawn guesses follow the text (above temperature 0)."""
@@ -102,7 +104,7 @@ class ReplayedState(SequenceState):
         """The rows of the accepted path, the root row first, and the text's token after it. The path follows the text through the tree."""
         tokens, parents = tree.tokens_BN[0].tolist(), tree.parents_BN[0].tolist()
         root = len(self.prompt) + len(self.result.tokens) - 1  # the position of row 0
-        rows, w, rule = [0], 1.0, rule_of(self.sampling.rule, tree)
+        rows = [0]
         while (token := self.recorded.behind(root + len(rows) - 1)) is not None:
             found = (i for i, (t, parent) in enumerate(zip(tokens, parents, strict=True)) if t == token and parent == rows[-1] - 1)
             node = next(found, None)
@@ -111,10 +113,8 @@ class ReplayedState(SequenceState):
             if isinstance(rng, ReplayedRNG) and not self.several:
                 drawn = tree.drawn_BN is not None and bool(tree.drawn_BN[0, node])
                 q = float(tree.q_BRV[0, rows[-1], token]) if drawn and tree.q_BRV is not None else 1.0
-                p = w * float(self.p(root + len(rows) - 1)[token])
-                if (drawn or rule == "block") and not rng.happens(q / max(p, LEAST), len(rows)):
+                if drawn and not rng.happens(q / max(float(self.p(root + len(rows) - 1)[token]), LEAST), len(rows)):
                     return rows, token
-                w = min(1.0, p / q) if rule == "block" else 1.0
             rows.append(node + 1)
         return rows, self.recorded.text[-1]  # (at the end of the text, after which nothing is kept)
 
@@ -122,9 +122,9 @@ class ReplayedState(SequenceState):
 class ReplayedRNG(CounterRNG):
     """The random numbers of one round, given that the round emits this text.
 
-    With one drawn child a row (chains, ``top_plus_one``), the child is the text's token if the row can draw it. ``ReplayedState.verdict``
-    decides whether it was accepted; if not, the tree below it does not matter. With several drawn children a row, whether the text's
-    token was accepted is decided child by child, while they are drawn.
+    With one drawn child a row (``token``, ``top_plus_one``), the child is the text's token if the row can draw it.
+    ``ReplayedState.verdict`` decides whether it was accepted; if not, the tree below it does not matter. With several drawn children a
+    row, and where rows have weights, whether the text's token was accepted is decided child by child, while they are drawn.
     """
 
     def __init__(self, told: ReplayedState, position: int) -> None:
@@ -132,6 +132,7 @@ class ReplayedRNG(CounterRNG):
         self.told, self.place = told, position  # position of the tokens whose children are chosen now
         self.row: int | None = 0  # among the rows expanded now, the one whose path is the text's; None: there is none
         self.p_V: Tensor | None = None  # what the children refused at this row leave of the target's distribution; None: all of it
+        self.w, self.next_w = 1.0, 1.0  # weight of this row, and of its child whose token is the text's
         self.taken = False  # whether a child of this row was accepted
 
     def happens(self, probability: float, use: int) -> bool:
@@ -149,13 +150,17 @@ class ReplayedRNG(CounterRNG):
 
     def _child(self, q_V: Tensor, token: int, slot: int) -> int:
         """A drawn child of the text's row: the text's token, or a token that was refused."""
-        p_V = self.told.p(self.place) if self.p_V is None else self.p_V
+        left_of_p_V = self.told.p(self.place) if self.p_V is None else self.p_V
+        p_V = self.w * left_of_p_V
         if self.told.several:
             self.taken = self.happens(float(q_V[token] / p_V[token].clamp(min=LEAST)), slot)
+            self.next_w = min(1.0, float(p_V[token] / q_V[token].clamp(min=LEAST))) if self.told.weighted else 1.0
         if q_V[token] > 0 and (self.taken or not self.told.several):
             return token
         refused_V, left_V = (q_V - p_V).clamp(min=0), (p_V - q_V).clamp(min=0)
-        self.p_V = left_V / left_V.sum() if left_V.sum() > 0 else p_V
+        s = float(left_V.sum())
+        self.p_V = left_V / s if s > 0 else left_of_p_V
+        self.w = s / max(s + 1 - self.w, LEAST) if self.told.weighted else 1.0
         return int(super().draws((refused_V if refused_V.sum() > 0 else q_V)[None, None], 2 * OWN + slot))
 
     def expand(self, tokens_BEK: Tensor, rows_BE: Tensor) -> None:
@@ -164,7 +169,7 @@ class ReplayedRNG(CounterRNG):
         child = (self.row or 0) * len(here) + here.index(token) if token in here else -1  # the first one, where it was drawn twice
         rows = rows_BE[0].tolist()
         self.row = rows.index(child) if child in rows else None
-        self.place, self.p_V, self.taken = self.place + 1, None, False
+        self.place, self.p_V, self.taken, self.w = self.place + 1, None, False, self.next_w
 
 
 def replay(

@@ -18,6 +18,7 @@ from typing import Any, Self
 from headstart.heads.errors import UserError
 from headstart.heads.files import put_text
 from headstart.heads.stored import read_json
+from headstart.inference.decoding.policy import TreePolicy
 
 VERSION = 3  # version 1 has no such key; up to 2, temperature_0 and _1 of decode=auto are figures of auto itself, later of its tree
 NAME, ROUNDS, PICTURE = "report.json", "rounds.jsonl", "report.png"
@@ -254,3 +255,11 @@ def _text(line: Mapping[str, Any]) -> Text:
         raise ValueError("a text that is longer than its rounds")
     told = line.get("probabilities", ())
     return Text(line["prompt"], line["temperature"], line["what"], tokens, rounds, told, line.get("seconds"))
+
+
+def shape_of(about: Mapping[str, Any]) -> str:
+    """The shape of the tree that was decoded, in words, from the keys of a report or of a comparison. Above temperature 0 an auto policy's
+    tree has another one.
+    """
+    cold, warm = about["tree"], about.get("tree_temperature_1", about["tree"])
+    return str(TreePolicy(**cold)) + (f"; at temperature 1 {TreePolicy(**warm)}" if warm != cold else "")

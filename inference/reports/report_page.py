@@ -8,14 +8,13 @@ from typing import Any
 
 from markupsafe import Markup
 
-from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.reports import heatmap
 from headstart.inference.reports.charts import KINDS, Series, lines
 from headstart.inference.reports.figures import COVERED, GRAM, too_much
 from headstart.inference.reports.gain import several
 from headstart.inference.reports.lengths import APART
 from headstart.inference.reports.page import about, bar, between, figure, folded, h, joined, page, section, table
-from headstart.inference.reports.report import Report
+from headstart.inference.reports.report import Report, shape_of
 from headstart.inference.reports.summary import summary
 
 NAME = "report.html"
@@ -270,7 +269,7 @@ def provenance(report: Report) -> Markup:
         "target": report.target,
         "drafter": f"{report.head}, {report.drafter_parameters:,} weights",
         "prompts": f"{report.prompts}{each}, from {report.prompts_from}",
-        "shape": TreePolicy(**report["tree"]),
+        "shape": shape_of(report),
         "sampling at T = 1": warm,
         "data of the training": report.get("data", ""),
         "machine": f"{report.device}, {report.dtype}",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.reports.figures import too_much
-from headstart.inference.reports.report import Report
+from headstart.inference.reports.report import Report, shape_of
 
 LARGE = 20  # guesses in the time of a plain round
 
@@ -62,7 +61,7 @@ def summary(report: Report) -> list[str]:
     verdict = "yes" if report["lossless"] else f"NO, {sum(not d['tie'] for d in report['differences'])} differ"
     if ties := [d["gap"] for d in report["differences"] if d["tie"]]:
         verdict += f", but for {len(ties)} prompts in which the target had a tie (two best logits at most {max(ties):.2g} apart)"
-    shape = f"shape: {TreePolicy(**tree)}"
+    shape = f"shape: {shape_of(report)}"
     for name, auto in report.get("auto", {}).items():
         most = [f"{what} {share:.0%}" for what, share in auto["rounds"].items() if share >= 0.05]
         shape += f"; rounds of decode=auto at {name.replace('_', ' ')}: {', '.join(most)}"

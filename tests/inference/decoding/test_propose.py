@@ -10,7 +10,7 @@ import torch
 
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.counter_rng import CounterRNG
-from headstart.inference.decoding.policy import MOST_READS, TreePolicy
+from headstart.inference.decoding.policy import AUTO, MOST_READS, TreePolicy, caterpillar, shapes_of
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.tree import Tree
 from tests.inference.decoding.toys import ROOTS, ToyDrafter, drafting, grower, heap_size, prefixes
@@ -62,6 +62,19 @@ def naive_best_first(drafter: ToyDrafter, policy: TreePolicy) -> dict[tuple[int,
             for logp, token in guesses(drafter, path)[: policy.branch]:
                 heapq.heappush(heap, (cost - logp, (*path, token)))
     return {path: value for path, value in chosen.items() if path}
+
+
+def test_a_caterpillar_is_a_chain_with_siblings_beside_its_first_guesses() -> None:
+    shape = caterpillar(8, 15, 4)
+    assert [sum(len(p) == d for p in shape.paths) for d in range(1, 9)] == [4, 3, 2, 2, 1, 1, 1, 1] and shape.reads == 7
+    assert all(not any(p[:-1]) for p in shape.paths)  # only the chain's guesses have children
+    assert caterpillar(8, 3, 4).paths == ((0,), (0, 0), (0, 0, 0)) and caterpillar(8, 3, 4).is_chain
+    assert caterpillar(2, 99, 3).nodes == 6
+    assert AUTO.own_shape("auto", sampled=True) == shape and AUTO.own_shape("auto", sampled=False).kind == "dynamic"
+    assert AUTO.own_shape("block", sampled=True) == TreePolicy("chain", depth=8)
+    warm, cold = (shapes_of(AUTO, sampled) for sampled in (True, False))
+    assert warm[-1] == shape and {s.kind for s in warm} == {"chain", "fixed"} and {s.kind for s in cold} == {"chain", "dynamic"}
+    assert shapes_of(shape, True) == [shape]
 
 
 @pytest.mark.parametrize("ids", [None, [6, 0, 3, 2]])

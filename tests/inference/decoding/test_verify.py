@@ -17,10 +17,10 @@ from torch import Tensor
 from headstart.heads.errors import UserError
 from headstart.inference.decoding import growth
 from headstart.inference.decoding.counter_rng import VERIFYING, CounterRNG
-from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.policy import TreePolicy, caterpillar
 from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.tree import Tree
-from headstart.inference.decoding.verify import RULES, Rule, block_alone, choose, greedy, rule_of, seen_rows
+from headstart.inference.decoding.verify import RULES, Rule, choose, greedy, rule_of, seen_rows, traversal_alone
 from tests.inference.decoding.test_tree import parent_lists
 from tests.inference.decoding.toys import ToyDrafter, grower, heap_size, outcomes, row_index, side_by_side, transformers_law
 from tests.inference.decoding.trees import validate
@@ -87,8 +87,8 @@ def emitted_law(
     def verdict(tree: Tree, p_BRV: Tensor, rng: CounterRNG) -> tuple[list[int], int]:
         """Accepted nodes and the target's token, as one sequence alone is verified, or by the operations of a batch."""
         rule = rule_of(sampling.rule, tree)
-        if hasty and rule == "block":
-            rows, token = block_alone(tree, p_BRV, rng)
+        if hasty and rule in ("block", "traversal"):
+            rows, token = traversal_alone(tree, p_BRV, rng)
             return [row - 1 for row in rows[1:]], token
         found = RULES[rule].verify(tree, p_BRV, rng, hasty)
         return found.path(), int(found.token_B)
@@ -138,6 +138,7 @@ PRUNED_WIDE = TreePolicy(depth=2, nodes=5, branch=3, expand=2)
 FULL = TreePolicy(depth=2, nodes=99, branch=2)
 DOUBTFUL = TreePolicy(depth=3, nodes=6, branch=2, least=0.3)
 BEST_FIRST = TreePolicy("best_first", depth=3, nodes=3, branch=2)
+CATERPILLAR = caterpillar(3, 5, 2)
 WARPS = [
     {"temperature": 0.6, "top_k": 3},
     {"temperature": 1.0, "top_p": 0.8},
@@ -147,19 +148,19 @@ WARPS = [
     {"temperature": 1.0, "repetition_penalty": 0.6},
 ]
 CASES = [(rule, CHAIN) for rule in RULES]
-CASES += [(rule, policy) for rule in ("multi_round", "without_replacement", "top_plus_one") for policy in (FIXED, WIDE, DEEP)]
+CASES += [(rule, policy) for rule in ("traversal", "multi_round", "without_replacement", "top_plus_one") for policy in (FIXED, WIDE, DEEP)]
 CASES += [("top_plus_one", policy) for policy in (PRUNED, PRUNED_WIDE, FULL, DOUBTFUL, BEST_FIRST)]
-CASES += [("auto", policy) for policy in (CHAIN, LINE, FIXED, WIDE, DEEP, PRUNED)]
+CASES += [("auto", policy) for policy in (CHAIN, LINE, FIXED, WIDE, DEEP, CATERPILLAR, PRUNED)]
 
 
 def vocab(rule: str, policy: TreePolicy) -> int:
     """Many draws a row make many outcomes."""
-    return 3 if RULES[rule_of(rule, policy)].draw != "top_plus_one" and policy in (FIXED, DEEP) else 4
+    return 3 if RULES[rule_of(rule, policy)].draw != "top_plus_one" and policy in (FIXED, DEEP, CATERPILLAR) else 4
 
 
 def some(name: str, values: list[Any], enough: list[Any]) -> pytest.MarkDecorator:
     """Every case with every value. What has many outcomes, and chains under the rules for trees, are slow with others than ``enough``."""
-    dear = [(rule, policy) for rule, policy in CASES if policy in (FIXED, DEEP, FULL, DOUBTFUL, BEST_FIRST) or policy == CHAIN]
+    dear = [(rule, policy) for rule, policy in CASES if policy in (FIXED, DEEP, CATERPILLAR, FULL, DOUBTFUL, BEST_FIRST) or policy == CHAIN]
     dear = [(rule, policy) for rule, policy in dear if rule_of(rule, policy) not in ("block", "token")]
     all_of_them = [
         pytest.param(rule, policy, value, marks=pytest.mark.slow if (rule, policy) in dear and value not in enough else ())
@@ -260,6 +261,17 @@ def test_verifying_with_the_wrong_rule_is_caught(draws: str, verify: str, monkey
     assert variation(pair("random", 1, 3, 3), FIXED, SamplingParams(1.0, rule=draws)) > 1e-3
 
 
+def test_traversal_of_trees_whose_nodes_compete_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There what is drawn in one subtree decides which nodes another one keeps. (In one of a hundred worlds: this one was searched.)"""
+    generator = torch.Generator().manual_seed(261)
+    q_PV = pair("random", 261, 3, 3).drafter.logits_BPV[0] * (1 + 6 * torch.rand(1, generator=generator).double())
+    p_PV = q_PV + 2 * torch.randn(q_PV.shape, generator=generator, dtype=torch.float64)
+    world, policy = Pair(p_PV, ToyDrafter(q_PV, 3, None), 3), TreePolicy(depth=3, nodes=3, branch=2)
+    assert variation(world, policy, SamplingParams(1.0)) < 1e-9
+    monkeypatch.setitem(RULES, "top_plus_one", Rule(RULES["traversal"].verify))
+    assert variation(world, policy, SamplingParams(1.0)) > 1e-2
+
+
 @pytest.mark.parametrize("policy", [CHAIN, PRUNED])
 def test_penalising_every_row_alike_is_caught(policy: TreePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the tokens of the sequence and the root row's alone, without those of the path."""
@@ -275,7 +287,7 @@ def test_penalising_every_row_alike_is_caught(policy: TreePolicy, monkeypatch: p
 
 def test_known_orderings() -> None:
     """Block verification accepts at least as much as the token rule; top plus one at least as much as multi-round
-    at one node, and without replacement at least as much as with."""
+    at one node, and without replacement at least as much as with; traversal at least as much as a walk from the root."""
     star = TreePolicy("fixed", paths=((0,), (1,), (2,)))
     gains = []
     for kind, seed in product(("random", "alike"), range(2)):
@@ -288,8 +300,41 @@ def test_known_orderings() -> None:
         }
         assert node["top_plus_one"] >= node["multi_round"] - 1e-12
         assert node["without_replacement"] >= node["multi_round"] - 1e-12
-        gains.append((mean["block"] - mean["token"], node["top_plus_one"] - node["multi_round"]))
+        how = {
+            rule: emitted_law(pair(kind, seed, 3, 2), caterpillar(2, 3, 2), SamplingParams(1.0, rule=rule))[1]
+            for rule in ("traversal", "without_replacement")
+        }
+        assert how["traversal"] >= how["without_replacement"] - 1e-12
+        gains.append(
+            (mean["block"] - mean["token"], node["top_plus_one"] - node["multi_round"], how["traversal"] - how["without_replacement"])
+        )
     assert min(max(g) for g in zip(*gains, strict=True)) > 1e-3  # and somewhere strictly more
+
+
+def accepted(chain: Tree, p_1RV: Tensor, rng: CounterRNG, alone: bool) -> int:
+    return len(traversal_alone(chain, p_1RV, rng)[0]) - 1 if alone else int(RULES["block"].verify(chain, p_1RV, rng, False).count_B)
+
+
+def test_a_chain_is_accepted_as_block_verification_says() -> None:
+    """Algorithm 2 of 2403.10444: how probable each number of accepted guesses is."""
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(5):
+        p_RV, q_NV = (torch.randn(n, 5, generator=generator, dtype=torch.float64).mul(2).softmax(-1) for n in (4, 3))
+        x, w = [int(torch.multinomial(q_V, 1, generator=generator)) for q_V in q_NV], [1.0]
+        for i in range(3):
+            w.append(min(1.0, w[i] * float(p_RV[i, x[i]] / q_NV[i, x[i]])))
+        s = [float((w[i] * p_RV[i] - q_NV[i]).clamp(min=0).sum()) for i in range(3)]
+        passes, closed, wanted = [*(s[i] / (s[i] + 1 - w[i]) for i in range(3)), w[3]], 1.0, []
+        for i in (3, 2, 1, 0):
+            wanted.insert(0, closed * passes[i])
+            closed *= 1 - passes[i]
+        tree = Tree.of(x, [-1, 0, 1])
+        tree.drawn_BN, tree.q_BRV = torch.ones(1, 3, dtype=torch.bool), torch.cat([q_NV, torch.zeros(1, 5, dtype=torch.float64)])[None]
+        for alone in (False, True):
+            found = [0.0] * 4
+            for weight, count in outcomes(lambda rng, t=tree, p=p_RV[None], alone=alone: accepted(t, p, rng, alone)):
+                found[count] += weight
+            assert found == pytest.approx(wanted, abs=1e-12)
 
 
 def test_auto_is_the_rule_of_the_shape_for_policies_and_their_trees_alike() -> None:
@@ -297,7 +342,7 @@ def test_auto_is_the_rule_of_the_shape_for_policies_and_their_trees_alike() -> N
     world = pair("alike", 0, 4, 3)
     for policy in (CHAIN, LINE, FIXED, WIDE, DEEP, FIXED.at_most(1), DEEP.at_most(1), PRUNED, BEST_FIRST):
         tree = grower(world.drafter)(policy, [SamplingParams(1.0)], CounterRNG.of(1), False)
-        wanted = "block" if policy in (CHAIN, LINE) else "without_replacement" if policy.kind == "fixed" else "top_plus_one"
+        wanted = "block" if policy in (CHAIN, LINE) else "traversal" if policy.kind == "fixed" else "top_plus_one"
         assert rule_of("auto", policy) == rule_of("auto", tree) == policy.check("auto") == wanted
         assert rule_of("token", policy) == rule_of("token", tree) == "token"
 

@@ -151,6 +151,15 @@ def test_the_rule_of_a_merged_tree_does_not_hang_on_what_was_drawn() -> None:
     assert chains
 
 
+def test_a_merged_tree_is_not_verified_by_traversal() -> None:
+    """Which guesses find a place in it depends on what was drawn."""
+    union, sampling = Union([Paths(((1, 2),)), drafting(pair("random", 1, 4, 2).drafter)]), SamplingParams(1.0, rule="traversal")
+    assert rule_of("auto", union.propose(FIXED, CounterRNG.of(), SamplingParams(1.0))) == "without_replacement"
+    with pytest.raises(UserError, match="rule=auto"):
+        union.propose(FIXED, CounterRNG.of(), sampling)
+    assert union.propose(TreePolicy("chain", depth=2), CounterRNG.of(), sampling).is_chain
+
+
 def test_only_the_last_of_two_drafters_draws() -> None:
     first, world = pair("random", 1, 4, 2), pair("alike", 2, 4, 2)
     sampling, policy = SamplingParams(1.0), TreePolicy(depth=2, nodes=5, branch=2)

@@ -10,9 +10,9 @@ import torch
 
 from headstart.heads import hub
 from headstart.heads.errors import UserError
-from headstart.inference.decoding.auto import Auto, Pace, Past, auto_of, known_of, shapes_of
+from headstart.inference.decoding.auto import Auto, Pace, Past, auto_of, known_of
 from headstart.inference.decoding.decode import generate
-from headstart.inference.decoding.policy import AUTO, TreePolicy
+from headstart.inference.decoding.policy import AUTO, TreePolicy, shapes_of
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.target import Target
 from headstart.inference.reports import prior
@@ -89,7 +89,7 @@ def test_shares_are_those_that_decoding_finds(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_auto_begins_with_what_the_folder_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = shapes_of(TreePolicy("auto", depth=8, nodes=1))
+    shapes = shapes_of(TreePolicy("auto", depth=8, nodes=1), False)
     costs = [1.6 + 0.2 * shape.depth for shape in shapes]
 
     def first(shares: list[float]) -> TreePolicy | None:

@@ -10,7 +10,7 @@ import torch
 
 from headstart.heads.base import Drafter
 from headstart.inference.decoding.decode import Generation, generate
-from headstart.inference.decoding.policy import TreePolicy, fit_depth
+from headstart.inference.decoding.policy import TreePolicy, caterpillar, fit_depth
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.reports.expected import expected_walk
@@ -61,6 +61,7 @@ RULES = [
     ("auto", TREES[1]),
     ("auto", TreePolicy(depth=3, nodes=3, branch=2)),
     ("auto", TREES[4]),
+    ("auto", caterpillar(4, 8, 3)),
     ("multi_round", TREES[4]),
     ("without_replacement", TREES[4]),
 ]
