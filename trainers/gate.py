@@ -30,6 +30,7 @@ from headstart.heads.stored import read_tensors
 from headstart.inference.decoding.decode import Generation, generate
 from headstart.inference.decoding.policy import TreePolicy, fit_depth
 from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.sampling import heat_of
 from headstart.inference.decoding.target import Target
 from headstart.inference.reports.figures import acceptance
 from headstart.inference.reports.truth import Truth
@@ -141,7 +142,7 @@ def decode_beside(
     and 1. Returns the comparison with what ``live`` expects over these texts, and the generations by (shape, sampled).
     """
     policy = fit_depth(policy, exported)
-    shapes = {("tree", sampled): policy.own_shape(sampling.rule, sampled) for sampled in (False, True)}
+    shapes = {("tree", sampled): policy.own_shape(sampling.rule, heat_of(sampled)) for sampled in (False, True)}
     shapes |= {("chain", sampled): TreePolicy("chain", depth=policy.depth) for sampled in (False, True)}
     truth, made = Truth(target, live), Made()
     for i, prompt in enumerate(prompts):

@@ -21,7 +21,7 @@ import torch
 
 from headstart.inference.decoding.policy import TreePolicy, shapes_of
 from headstart.inference.decoding.propose import Drafting, Proposer
-from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
+from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams, heat_of
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
 
@@ -170,24 +170,24 @@ def known_of(target: Target, proposer: Any) -> dict[Any, Auto]:
     return KNOWN.setdefault(target, WeakKeyDictionary()).setdefault(guesser, {})
 
 
-def found_of(target: Target, proposer: Any, policy: TreePolicy, sampled: bool) -> Auto | None:
+def found_of(target: Target, proposer: Any, policy: TreePolicy, temperature: float) -> Auto | None:
     """The measurement of this policy for one sequence, made by either decoding path; None: there is none yet."""
-    known = known_of(target, proposer)
-    return known.get((policy, sampled)) or known.get((policy, 1, sampled))
+    known, heat = known_of(target, proposer), heat_of(temperature)
+    return known.get((policy, heat)) or known.get((policy, 1, heat))
 
 
-def auto_of(policy: TreePolicy, target: Target, proposer: Proposer, sampled: bool, generate: Callable[..., Any]) -> Auto:
+def auto_of(policy: TreePolicy, target: Target, proposer: Proposer, temperature: float, generate: Callable[..., Any]) -> Auto:
     """The costs for sequences that are decoded alone, by ``decode.generate``; measured at the first call, then the same for all. A
     meaningless text is continued for it: the time of a round hardly depends on the guesses, once trees grow to their full depth. (``least``
     would end them earlier in this text, where the drafter is unsure, than in others.)
     """
-    known, key = known_of(target, proposer), (policy, sampled)
+    known, key = known_of(target, proposer), (policy, heat_of(temperature))
     if key in known:
         return known[key]
-    shapes = shapes_of(policy, sampled)
+    shapes = shapes_of(policy, heat_of(temperature))
     most = target.shape.max_positions
     prompt = [i % target.shape.vocab_size for i in range(max(min(48, most // 2), 1))]
-    how: dict[str, Any] = {"new_tokens": min(ROUNDS * (1 + policy.depth), most - len(prompt)), "sampling": SamplingParams(float(sampled))}
+    how: dict[str, Any] = {"new_tokens": min(ROUNDS * (1 + policy.depth), most - len(prompt)), "sampling": SamplingParams(temperature)}
 
     def block(shape: TreePolicy | None) -> float:
         times = [now()]
@@ -210,7 +210,7 @@ def auto_of(policy: TreePolicy, target: Target, proposer: Proposer, sampled: boo
     costs = _over_plain(shapes, block)
     reading = max(median(extra) / median(plain) / len(prompt), 0.0) if plain and extra else 0.0
     *costs, reading = _agreed([*costs, reading], target)
-    known[key] = Auto(shapes, costs, _prior(proposer, sampled), reading)
+    known[key] = Auto(shapes, costs, _prior(proposer, temperature > 0), reading)
     return known[key]
 
 
@@ -238,10 +238,10 @@ def auto_of_rounds(rounds: Any, kind: Any, warp: LogitsWarper, long: float | Non
     """The costs for the sequences that the engine holds (``Rounds``), which stay as they are; measured once for each kind of round.
     ``long``: seconds of a turn instead of ``LONG``.
     """
-    known, key = known_of(rounds.target, rounds.drafter), (kind.policy, kind.n, warp.sampled)
+    known, key = known_of(rounds.target, rounds.drafter), (kind.policy, kind.n, warp.heat)
     if key in known:
         return known[key]
-    put_back, shapes, now = rounds.snapshot(), shapes_of(kind.policy, warp.sampled), clock_of(rounds.target)
+    put_back, shapes, now = rounds.snapshot(), shapes_of(kind.policy, warp.heat), clock_of(rounds.target)
 
     def wait() -> None:
         if rounds.device.type == "cuda":

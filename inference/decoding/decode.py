@@ -24,7 +24,7 @@ from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.counter_rng import CounterRNG
 from headstart.inference.decoding.policy import MOST_READS, TreePolicy
 from headstart.inference.decoding.propose import Proposer
-from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams, hold_stops, wide
+from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams, heat_of, hold_stops, wide
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
 from headstart.inference.decoding.verify import choose_alone, rule_of, seen_rows
@@ -143,7 +143,7 @@ def run(sequence: SequenceState, proposer: Proposer | None, policy: TreePolicy |
         left = sequence.limit - 1 - context.length if sampled else new_tokens - len(result.tokens) - 1
         chosen = shape = policy if auto is None else pace.choose(auto, [past], context.length - absorbed)
         tree, root_row = Tree.empty(target.device), torch.tensor([token], device=target.device)
-        rng = sequence.rng(context.length)
+        rng = sequence.rng(context.length, shape)
         if proposer is not None and shape is not None and left > 0:
             proposer.absorb(joined_roots(waiting, root_row))
             waiting, absorbed, shape = [], context.length, shape.at_most(left)
@@ -173,14 +173,13 @@ def _choices(
     sequence's clock starts; for a sequence too short to be worth that, nothing is guessed. Raises UserError for a rule that cannot verify
     the policy's trees.
     """
-    sampled = sampling.temperature > 0
-    if policy is not None and sampled:
+    if policy is not None and sampling.temperature > 0:
         policy.check(sampling.rule)
     if proposer is None or policy is None or policy.kind != "auto":
         return policy, None
-    if new_tokens < WORTH and (policy, sampled) not in known_of(target, proposer):
+    if new_tokens < WORTH and (policy, heat_of(sampling.temperature)) not in known_of(target, proposer):
         return None, None
-    return policy, auto_of(policy, target, proposer, sampled, generate)
+    return policy, auto_of(policy, target, proposer, sampling.temperature, generate)
 
 
 class SequenceState:
@@ -219,8 +218,8 @@ class SequenceState:
         result.shapes.append(shape)
         result.guesses.append(Guesses(tree.tokens_BN, tree.parents_BN, accepted))
 
-    def rng(self, position: int) -> CounterRNG:
-        """The random numbers of the round whose root row stands at ``position``."""
+    def rng(self, position: int, shape: TreePolicy | None = None) -> CounterRNG:
+        """The random numbers of the round of this shape whose root row stands at ``position``."""
         return CounterRNG.of(self.sampling.seed, position, self.target.device)
 
     def verdict(self, final_1RD: Tensor, tree: Tree, rng: CounterRNG) -> tuple[list[int], int]:

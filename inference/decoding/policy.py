@@ -29,7 +29,7 @@ class TreePolicy:
     ``chain`` (depth): one guess after the other. ``fixed`` (paths): the same tree every time. ``dynamic`` (depth, nodes, branch, expand,
     least): the ``expand`` best nodes of each level are expanded (2406.16858). ``best_first`` (depth, nodes, branch, least): every node
     that can still be among the ``nodes`` best is expanded. ``auto`` (depth, nodes, branch, expand, least):
-    chosen anew every round: a chain, or the dynamic tree of these settings, above temperature 0 a ``caterpillar`` of as many nodes.
+    chosen anew every round: a chain, or the dynamic tree of these settings, at warm temperatures a ``caterpillar`` of as many nodes.
 
     ``paths`` are child ranks from the root row (2401.10774): (0,) is the likeliest first guess, (0, 1) the second likeliest after it.
     ``nodes`` is the most that a dynamic or best-first tree keeps; for chains and fixed trees nodes, branch and depth follow from the
@@ -101,15 +101,15 @@ class TreePolicy:
             raise UserError(f"the rule {rule} needs a tree whose shape is fixed beforehand: use kind fixed, or the rule top_plus_one")
         return rule
 
-    def own_shape(self, rule: str, sampled: bool) -> TreePolicy:
-        """The shape that an auto policy's settings describe, whatever it costs: a dynamic tree, above temperature 0 (``sampled``) a
-        caterpillar, or a chain where ``rule`` or ``nodes`` allows no tree. Any other policy is returned as it is.
+    def own_shape(self, rule: str, heat: int) -> TreePolicy:
+        """The shape that an auto policy's settings describe, whatever it costs: a dynamic tree, at warm temperatures a caterpillar
+        (``heat``: see ``sampling.heat_of``), or a chain where ``rule`` or ``nodes`` allows no tree. Any other policy is returned as it is.
         """
         if self.kind != "auto":
             return self
         if self.nodes < 2 or RULES[rule_of(rule, self)].chain_only:
             return TreePolicy("chain", depth=self.depth)
-        return caterpillar(self.depth, self.nodes, self.branch) if sampled else replace(self, kind="dynamic")
+        return caterpillar(self.depth, self.nodes, self.branch) if heat == 2 else replace(self, kind="dynamic")
 
     def at_most(self, depth: int) -> TreePolicy:
         """This policy, cut to at most ``depth`` >= 1 levels."""
@@ -150,7 +150,7 @@ def by_level(path: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
 def caterpillar(depth: int, nodes: int, branch: int) -> TreePolicy:
     """A fixed tree: a chain of ``depth`` guesses, and the other nodes beside its guesses, at most ``branch`` children to a row.
 
-    Above temperature 0 it is accepted further than a dynamic tree of as many nodes: all its children are drawn, and since its shape does
+    At warm temperatures it is accepted further than a dynamic tree of as many nodes: all its children are drawn, and since its shape does
     not depend on them, the rule ``traversal`` may judge it from its leaves (EXPERIMENTS.md, 2026-11-26). A child of rank r at depth d + 1
     counts for REACHED^d BESIDE^r; the best are taken.
     """
@@ -160,9 +160,9 @@ def caterpillar(depth: int, nodes: int, branch: int) -> TreePolicy:
     return TreePolicy("fixed", paths=tuple(paths))
 
 
-def shapes_of(policy: TreePolicy, sampled: bool) -> list[TreePolicy]:
-    """The shapes of an auto policy: chains up to its depth, and a tree in two sizes (dynamic; above temperature 0, ``sampled``, a
-    caterpillar) where its nodes and depth allow one. Of another policy: itself.
+def shapes_of(policy: TreePolicy, heat: int) -> list[TreePolicy]:
+    """The shapes of an auto policy: chains up to its depth, and a tree in two sizes (dynamic, or at warm temperatures a caterpillar;
+    ``heat``: see ``sampling.heat_of``) where its nodes and depth allow one. Of another policy: itself.
     """
     if policy.kind != "auto":
         return [policy]
@@ -170,7 +170,7 @@ def shapes_of(policy: TreePolicy, sampled: bool) -> list[TreePolicy]:
     if policy.nodes < 2 or policy.depth < 2:
         return chains
     depths = dict.fromkeys(min(d, policy.depth) for d in (3, policy.depth))
-    if sampled:
+    if heat == 2:
         return [*chains, *(caterpillar(d, max(round(policy.nodes * d / policy.depth), 2), policy.branch) for d in depths)]
     return [*chains, *(replace(policy, kind="dynamic").at_most(d) for d in depths)]
 

@@ -16,6 +16,14 @@ from headstart.heads.errors import UserError
 RULES = ("auto", "token", "block", "traversal", "multi_round", "without_replacement", "top_plus_one")  # see inference/decoding/verify.py
 
 
+WARM = 0.5  # from this temperature on fixed trees are accepted further than dynamic ones (EXPERIMENTS.md, 2026-11-26)
+
+
+def heat_of(temperature: float) -> int:
+    """0: greedy, 1: below ``WARM``, 2: from there on. The shapes that suit a temperature go by this."""
+    return 0 if temperature == 0 else 1 if temperature < WARM else 2
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How the tokens of one sequence are chosen: transformers' settings, applied in transformers' order (penalty, min_tokens, temperature,
@@ -62,6 +70,7 @@ class LogitsWarper:
     top_p: bool
     min_p: bool
     penalty: bool
+    heat: int = 0  # of the warmest sequence: see ``heat_of``
     alone: dict[str, float] | None = None  # a single sequence's values on the host; never in a graph, which would fix them
 
     @classmethod
@@ -83,6 +92,7 @@ class LogitsWarper:
             top_p=any(s["top_p"] < 1 for s in used),
             min_p=any(s["min_p"] > 0 for s in used),
             penalty=any(s["repetition_penalty"] != 1 for s in used),
+            heat=max(heat_of(s["temperature"]) for s in used),
         )
 
     @property

@@ -28,6 +28,7 @@ BRIEF = 0.03  # seconds of a turn of a measurement, less than ``auto.LONG``: the
 GREEDY: dict[str, Any] = dict(sampled=False, greedy=True, top_k=0, top_p=False, min_p=False, penalty=False)
 SAMPLED: dict[str, Any] = dict(sampled=True, greedy=False, top_k=0, top_p=False, min_p=False, penalty=False)
 FILTERED: dict[str, Any] = dict(sampled=True, greedy=True, top_k=TOP_K, top_p=True, min_p=True, penalty=True)
+HOWS = [GREEDY | {"heat": 0}, *(how | {"heat": heat} for how in (SAMPLED, FILTERED) for heat in (1, 2))]
 
 
 Plan = Callable[[int], TreePolicy | None]  # number of sequences -> the policy for them; None: no drafting
@@ -61,11 +62,11 @@ def _expected(rounds: Rounds, plan: Plan) -> Iterator[tuple[Kind, LogitsWarper]]
     most = len(rounds.token_B)
     sizes = [*(1 << i for i in range((most - 1).bit_length())), most]
     lengths = [rounds.padded_length(1)] if rounds.graphs is None else rounds.padded_lengths()
-    for padded_length, how, n in product(lengths, (GREEDY, SAMPLED, FILTERED), sizes):
+    for padded_length, how, n in product(lengths, HOWS, sizes):
         warp = LogitsWarper({name: column[:n] for name, column in rounds.warps.items()}, **how)
         for policy in dict.fromkeys(plan(load) for load in range(n // 2 + 1, n + 1)):
-            shapes = [] if policy is None else shapes_of(policy, warp.sampled)
-            if policy is not None and policy.kind == "auto" and padded_length == rounds.padded_length(1) and how is not FILTERED:
+            shapes = [] if policy is None else shapes_of(policy, warp.heat)
+            if policy is not None and policy.kind == "auto" and padded_length == rounds.padded_length(1) and not how["penalty"]:
                 shapes.append(policy)
             for shape in (None, *shapes):
                 yield Kind(n, padded_length, shape, policy is not None, 0, False), warp

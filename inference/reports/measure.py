@@ -25,7 +25,7 @@ from headstart.inference.decoding.decode import Generation
 from headstart.inference.decoding.decoder import Decoder
 from headstart.inference.decoding.policy import TreePolicy, fit_depth
 from headstart.inference.decoding.propose import Proposer
-from headstart.inference.decoding.sampling import SamplingParams
+from headstart.inference.decoding.sampling import SamplingParams, heat_of
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import NO_NODE
 from headstart.inference.provenance import machine, provenance
@@ -64,7 +64,7 @@ class Contender:
 
     def open(self, target: Target, longest: int, sampling: SamplingParams) -> None:
         own_chain = self.guesser is self.drafter and sampling.repetition_penalty == 1
-        self.shapes = {("tree", t): self.policy.own_shape(sampling.rule, t > 0) for t in TEMPERATURES}
+        self.shapes = {("tree", t): self.policy.own_shape(sampling.rule, heat_of(t)) for t in TEMPERATURES}
         self.shapes |= {("chain", t): TreePolicy("chain", depth=self.policy.depth) for t in TEMPERATURES if own_chain}
         self.shapes |= {("auto", t): self.policy for t in TEMPERATURES if self.policy.kind == "auto"}
         trees = [*self.shapes.values()]
@@ -80,7 +80,7 @@ class Contender:
 
     def auto(self) -> dict[int, dict[TreePolicy, float]]:
         """For an auto policy, temperature -> shape -> measured cost of a round over a plain one."""
-        found = {t: found_of(self.decoder.target, self.guesser, self.policy, t > 0) for t in TEMPERATURES}
+        found = {t: found_of(self.decoder.target, self.guesser, self.policy, t) for t in TEMPERATURES}
         return {t: dict(zip(auto.shapes, auto.costs, strict=True)) for t, auto in found.items() if auto is not None}
 
     def expect(self, prompt: Sequence[int], new_tokens: int, how: Mapping[int, SamplingParams]) -> None:

@@ -32,7 +32,7 @@ from headstart.inference.decoding.decode import Generation, SequenceState, run
 from headstart.inference.decoding.info import TargetInfo
 from headstart.inference.decoding.policy import TreePolicy, fit_depth
 from headstart.inference.decoding.propose import Drafting, Proposer
-from headstart.inference.decoding.sampling import SamplingParams
+from headstart.inference.decoding.sampling import SamplingParams, heat_of
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
 from headstart.inference.decoding.verify import RULES, rule_of
@@ -87,13 +87,10 @@ class ReplayedState(SequenceState):
     def __init__(self, recorded: Recorded, new_tokens: int, sampling: SamplingParams, policy: TreePolicy) -> None:
         super().__init__(recorded, recorded.prompt, new_tokens, sampling, None, None, None)  # type: ignore[arg-type]
         self.recorded = recorded
-        rule = rule_of(sampling.rule, policy.own_shape(sampling.rule, True))
-        self.weighted = rule in ("block", "traversal")
-        self.several = self.weighted or RULES[rule].draw != "top_plus_one"  # whether a row may have several drawn children
 
-    def rng(self, position: int) -> CounterRNG:
+    def rng(self, position: int, shape: TreePolicy | None = None) -> CounterRNG:
         """Random numbers by which drawn guesses follow the text (above temperature 0)."""
-        return ReplayedRNG(self, position) if self.warp.sampled else super().rng(position)
+        return ReplayedRNG(self, position, shape) if self.warp.sampled else super().rng(position)
 
     def p(self, position: int) -> Tensor:
         """The target's distribution [V] after a position of the text."""
@@ -110,7 +107,7 @@ class ReplayedState(SequenceState):
             node = next(found, None)
             if node is None:
                 return rows, token
-            if isinstance(rng, ReplayedRNG) and not self.several:
+            if isinstance(rng, ReplayedRNG) and not rng.several:
                 drawn = tree.drawn_BN is not None and bool(tree.drawn_BN[0, node])
                 q = float(tree.q_BRV[0, rows[-1], token]) if drawn and tree.q_BRV is not None else 1.0
                 if drawn and not rng.happens(q / max(float(self.p(root + len(rows) - 1)[token]), LEAST), len(rows)):
@@ -127,8 +124,11 @@ class ReplayedRNG(CounterRNG):
     row, and where rows have weights, whether the text's token was accepted is decided child by child, while they are drawn.
     """
 
-    def __init__(self, told: ReplayedState, position: int) -> None:
+    def __init__(self, told: ReplayedState, position: int, shape: TreePolicy | None) -> None:
         super().__init__(torch.tensor([told.sampling.seed], device=told.target.device), torch.tensor([position], device=told.target.device))
+        rule = rule_of(told.sampling.rule, shape or Tree.empty())
+        self.weighted = rule in ("block", "traversal")
+        self.several = self.weighted or RULES[rule].draw != "top_plus_one"  # whether a row may have several drawn children
         self.told, self.place = told, position  # position of the tokens whose children are chosen now
         self.row: int | None = 0  # among the rows expanded now, the one whose path is the text's; None: there is none
         self.p_V: Tensor | None = None  # what the children refused at this row leave of the target's distribution; None: all of it
@@ -152,15 +152,15 @@ class ReplayedRNG(CounterRNG):
         """A drawn child of the text's row: the text's token, or a token that was refused."""
         left_of_p_V = self.told.p(self.place) if self.p_V is None else self.p_V
         p_V = self.w * left_of_p_V
-        if self.told.several:
+        if self.several:
             self.taken = self.happens(float(q_V[token] / p_V[token].clamp(min=LEAST)), slot)
-            self.next_w = min(1.0, float(p_V[token] / q_V[token].clamp(min=LEAST))) if self.told.weighted else 1.0
-        if q_V[token] > 0 and (self.taken or not self.told.several):
+            self.next_w = min(1.0, float(p_V[token] / q_V[token].clamp(min=LEAST))) if self.weighted else 1.0
+        if q_V[token] > 0 and (self.taken or not self.several):
             return token
         refused_V, left_V = (q_V - p_V).clamp(min=0), (p_V - q_V).clamp(min=0)
         s = float(left_V.sum())
         self.p_V = left_V / s if s > 0 else left_of_p_V
-        self.w = s / max(s + 1 - self.w, LEAST) if self.told.weighted else 1.0
+        self.w = s / max(s + 1 - self.w, LEAST) if self.weighted else 1.0
         return int(super().draws((refused_V if refused_V.sum() > 0 else q_V)[None, None], 2 * OWN + slot))
 
     def expand(self, tokens_BEK: Tensor, rows_BE: Tensor) -> None:
@@ -188,9 +188,9 @@ def replay(
         return Generation(ended="length")
     proposer = Drafting(guesser.eval()) if isinstance(guesser, Drafter) else guesser
     policy = fit_depth(policy, guesser) if isinstance(guesser, Drafter) else policy
-    key = (policy, sampling.temperature > 0)
+    key = (policy, heat_of(sampling.temperature))
     if policy.kind == "auto":
-        auto = None if measured is None else found_of(measured, guesser, policy, key[1])
+        auto = None if measured is None else found_of(measured, guesser, policy, sampling.temperature)
         if auto is None:
             raise UserError(
                 "decode=auto chooses by what rounds cost here, which nobody has measured: give a shape (decode=chain, dynamic, ..)"

@@ -25,7 +25,7 @@ from headstart.inference.decoding.decode import Generation, generate
 from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.policy import AUTO, TreePolicy, shapes_of
 from headstart.inference.decoding.propose import Drafting
-from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
+from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams, heat_of
 from headstart.inference.decoding.target import Target
 from headstart.inference.proposers.ngram import Ngram
 from tests.drafters import make, random_tokens
@@ -41,12 +41,12 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, float]], No
     """Costs that are given instead of measured, by the names of shapes."""
 
     def give(costs: dict[str, float]) -> None:
-        def of(policy: TreePolicy, sampled: bool) -> Auto:
-            shapes = shapes_of(policy, sampled)
+        def of(policy: TreePolicy, heat: int) -> Auto:
+            shapes = shapes_of(policy, heat)
             return Auto(shapes, [costs.get(str(shape), 9.0) for shape in shapes])
 
-        monkeypatch.setattr(decode, "auto_of", lambda policy, target, proposer, sampled, *_: of(policy, sampled))
-        monkeypatch.setattr(engine, "auto_of_rounds", lambda rounds, kind, warp: of(kind.policy, warp.sampled))
+        monkeypatch.setattr(decode, "auto_of", lambda policy, target, proposer, temperature, *_: of(policy, heat_of(temperature)))
+        monkeypatch.setattr(engine, "auto_of_rounds", lambda rounds, kind, warp: of(kind.policy, warp.heat))
         monkeypatch.setattr(decode, "WORTH", 0)
         monkeypatch.setattr(engine, "WORTH", 0)
 
@@ -189,7 +189,7 @@ def test_expected_tokens_by_hand() -> None:
 
 
 def test_chains_that_were_not_measured_lie_on_lines() -> None:
-    shapes = shapes_of(TreePolicy("auto", depth=8, nodes=1), False)
+    shapes = shapes_of(TreePolicy("auto", depth=8, nodes=1), 0)
     blocks = []
 
     def block(shape: TreePolicy | None) -> float:
@@ -232,7 +232,7 @@ def test_where_nothing_gains_it_is_tried_ever_more_rarely() -> None:
 
 
 def test_a_machine_that_slows_down_meanwhile_does_not_change_what_rounds_cost() -> None:
-    shapes, speed = shapes_of(TreePolicy("auto", depth=2, nodes=1), False), [1.0]
+    shapes, speed = shapes_of(TreePolicy("auto", depth=2, nodes=1), 0), [1.0]
 
     def block(shape: TreePolicy | None) -> float:
         if shape is None:
@@ -288,7 +288,7 @@ def test_where_nothing_gains_no_prompt_is_read_for_a_try() -> None:
 
 
 def test_a_gain_is_taken_and_given_up_with_the_acceptance() -> None:
-    shapes = shapes_of(TreePolicy("auto", depth=4, nodes=1), False)
+    shapes = shapes_of(TreePolicy("auto", depth=4, nodes=1), 0)
     own, pace = Auto(shapes, [1.2, 1.4, 1.6, 1.8]), Pace(credit=0.0)
     good, bad = Past(), Past()
     for _ in range(20):

@@ -70,11 +70,16 @@ def test_a_caterpillar_is_a_chain_with_siblings_beside_its_first_guesses() -> No
     assert all(not any(p[:-1]) for p in shape.paths)  # only the chain's guesses have children
     assert caterpillar(8, 3, 4).paths == ((0,), (0, 0), (0, 0, 0)) and caterpillar(8, 3, 4).is_chain
     assert caterpillar(2, 99, 3).nodes == 6
-    assert AUTO.own_shape("auto", sampled=True) == shape and AUTO.own_shape("auto", sampled=False).kind == "dynamic"
-    assert AUTO.own_shape("block", sampled=True) == TreePolicy("chain", depth=8)
-    warm, cold = (shapes_of(AUTO, sampled) for sampled in (True, False))
-    assert warm[-1] == shape and {s.kind for s in warm} == {"chain", "fixed"} and {s.kind for s in cold} == {"chain", "dynamic"}
-    assert shapes_of(shape, True) == [shape]
+    assert AUTO.own_shape("auto", heat=2) == shape and {AUTO.own_shape("auto", heat).kind for heat in (0, 1)} == {"dynamic"}
+    assert AUTO.own_shape("block", heat=2) == TreePolicy("chain", depth=8)
+    warm, cold, cool = (shapes_of(AUTO, heat) for heat in (2, 0, 1))
+    assert (
+        warm[-1] == shape
+        and {s.kind for s in warm} == {"chain", "fixed"}
+        and {s.kind for s in cold} == {"chain", "dynamic"}
+        and cool == cold
+    )
+    assert shapes_of(shape, 2) == [shape]
 
 
 @pytest.mark.parametrize("ids", [None, [6, 0, 3, 2]])

@@ -89,7 +89,7 @@ def test_shares_are_those_that_decoding_finds(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_auto_begins_with_what_the_folder_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = shapes_of(TreePolicy("auto", depth=8, nodes=1), False)
+    shapes = shapes_of(TreePolicy("auto", depth=8, nodes=1), 0)
     costs = [1.6 + 0.2 * shape.depth for shape in shapes]
 
     def first(shares: list[float]) -> TreePolicy | None:

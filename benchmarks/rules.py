@@ -1,0 +1,82 @@
+"""How many guesses are accepted above temperature 0, by the shape of the tree and the rule that verifies it.
+
+    python benchmarks/rules.py     # of assets/tiny_eagle: some minutes
+    python benchmarks/rules.py --speculator runs/eagle-tiny-stdlib/speculator --out FILE.json
+
+Writes benchmarks/results/rules.json. ``rows``: for each temperature, shape and rule the accepted length (tokens per target pass, the
+target's own counted), its standard error over the prompts (by the jackknife), and the rounds that it was counted in. The prompts and
+seeds are the same for all. ``traversal_over_dynamic``: the default tree of decode=auto above temperature 0 (a caterpillar verified by
+``traversal``) over the dynamic tree of as many nodes, at temperature 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.alternatives import RESULTS, ROOT, accepted_length, console, jackknife, settings
+from benchmarks.tiny import held_out, open_tiny
+from headstart.heads.files import put_text
+from headstart.inference.decoding.decoder import generate_batch
+from headstart.inference.decoding.policy import AUTO, TreePolicy, caterpillar, fit_depth
+from headstart.inference.decoding.sampling import SamplingParams
+from headstart.inference.provenance import machine, provenance
+from headstart.inference.settings import open_decode
+from headstart.inference.speculator import open_speculator
+
+TEMPERATURES, DYNAMIC = (1.0, 0.6, 0.3), "dynamic"
+
+
+def cases() -> list[tuple[str, TreePolicy, tuple[str, ...]]]:
+    """Shapes of decode=auto's size, by name, with the rules that can verify them."""
+    medusa = open_decode(settings("inference", "decode=fixed")["decode"]).policy
+    planned = ("top_plus_one", "multi_round", "without_replacement", "traversal")
+    return [
+        ("chain", TreePolicy("chain", depth=AUTO.depth), ("token", "block")),
+        (DYNAMIC, AUTO.own_shape("auto", heat=0), ("top_plus_one",)),
+        ("decode=fixed", medusa, planned),
+        ("caterpillar", caterpillar(AUTO.depth, AUTO.nodes, AUTO.branch), planned),
+    ]
+
+
+def main() -> None:
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--speculator", type=Path, default=ROOT / "assets" / "tiny_eagle", help="a drafter trained for the tiny target")
+    cli.add_argument("--prompts", type=int, default=64)
+    cli.add_argument("--new-tokens", type=int, default=96)
+    cli.add_argument("--out", type=Path, default=RESULTS / "rules.json")
+    args = cli.parse_args()
+    target = open_tiny(True)
+    drafter, prompts = open_speculator(args.speculator, target), held_out(target, args.prompts)
+    rows: list[dict[str, Any]] = []
+    table = Table("temperature", "shape", "nodes", "rule", "accepted length", "error")
+    for temperature in TEMPERATURES:
+        for name, shape, rules in cases():
+            policy = fit_depth(shape, drafter)
+            for rule in rules:
+                how = [SamplingParams(temperature, rule=rule, seed=i) for i in range(len(prompts))]
+                made = generate_batch(target, drafter, prompts, new_tokens=args.new_tokens, policy=policy, sampling=how)
+                row = {"temperature": temperature, "shape": name, "nodes": policy.nodes, "depth": policy.depth, "rule": rule}
+                length, error, rounds = accepted_length(made), jackknife(made), sum(len(each.emitted) for each in made)
+                rows.append(row | {"accepted_length": length, "error": error, "rounds": rounds})
+                table.add_row(f"{temperature:g}", name, str(policy.nodes), rule, f"{length:.2f}", f"{error:.2f}")
+                console.print(rows[-1])
+    at_1 = {(row["shape"], row["rule"]): row["accepted_length"] for row in rows if row["temperature"] == 1}
+    gain = at_1["caterpillar", "traversal"] / at_1[DYNAMIC, "top_plus_one"]
+    about = {"command": "python benchmarks/rules.py", "machine": machine(torch.device("cpu")), "prompts": len(prompts)}
+    found = {"rows": rows, "traversal_over_dynamic": gain, "drafter": drafter.config["head"], "new_tokens": args.new_tokens}
+    put_text(args.out, json.dumps(found | about | provenance(), indent=1) + "\n")
+    console.print(table)
+    console.print(f"{args.out}: traversal of a caterpillar over the dynamic tree: {gain:.2f}")
+
+
+if __name__ == "__main__":
+    main()
