@@ -352,8 +352,8 @@ def test_a_server_measures_before_anybody_waits(monkeypatch: pytest.MonkeyPatch)
     drafter = make("eagle", target)
     own = Engine(target, drafter, sequences=3, max_length=96, plans=SMALL)
     own.warm_up()
-    measured = {(SMALL, n, sampled) for n in (1, 2, 3) for sampled in (True, False)}
+    measured = {(SMALL, n, heat) for n in (1, 2, 3) for heat in (0, 1, 2)}
     assert own.rounds.graphs is None and known_of(target, drafter).keys() == measured
-    each = [SamplingParams(i % 2, top_k=5 * (i > 2)) for i in range(6)]
+    each = [SamplingParams((0, 1, 0.3)[i % 3], top_k=5 * (i > 2)) for i in range(6)]
     own.run([random_tokens(4 + s, seed=s) for s in range(6)], new_tokens=auto.WORTH + 6, sampling=each)
     assert known_of(target, drafter).keys() == measured and own.preparations == 0
