@@ -3,7 +3,7 @@
 A tree grows level by level. Every expanded row gets ``branch`` children; those of them that are expanded next are read by the drafter in
 one step. All children of all levels form the pool, from which the tree's nodes are then selected. For chains and fixed trees it is known
 beforehand which nodes are expanded and kept. The dynamic tree (2406.16858) takes those of the highest value; a node's value is the
-product of draft probabilities along its path.
+product of draft probabilities along its path (at temperature 0 they are sharpened first: see ``sampling.SHARPER``).
 
 Above temperature 0 the last child of a row is drawn (rule ``top_plus_one``; the other rules for trees draw all children). A drawn child's
 value uses the total mass that it was drawn from, never the probability of its token. So whether it is kept does not depend on which token
@@ -33,7 +33,7 @@ from headstart.heads.kernels.launch import DTYPES, MOST_TOKENS, takes
 from headstart.heads.memory import Memory
 from headstart.inference.decoding.counter_rng import SLOTS, VERIFYING, CounterRNG
 from headstart.inference.decoding.policy import Plan, TreePolicy, plan_of
-from headstart.inference.decoding.sampling import LogitsWarper, wide
+from headstart.inference.decoding.sampling import SHARPER, LogitsWarper, wide
 from headstart.inference.decoding.tree import NO_NODE, Tree
 from headstart.inference.decoding.verify import RULES
 
@@ -162,6 +162,8 @@ def _best(drafter: Drafter, draft: Draft, depth: int, branch: int, value_BE: Ten
     """Temperature 0: the ``branch`` likeliest tokens of each row. ``value_BE``: log values of the rows; None: the plan is fixed."""
     logits_BEV = _logits(drafter, draft, depth, branch, spread=False)
     log_p_BEK = None  # needed only where paths compete by value
+    if value_BE is not None:
+        logits_BEV = SHARPER * logits_BEV
     if branch == 1 and value_BE is None:
         best_BEK = logits_BEV.argmax(-1, keepdim=True)  # cheaper than topk
     elif takes(logits_BEV) and logits_BEV.dtype in DTYPES and branch <= MOST_TOKENS:

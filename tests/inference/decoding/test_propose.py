@@ -11,7 +11,7 @@ import torch
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.counter_rng import CounterRNG
 from headstart.inference.decoding.policy import AUTO, MOST_READS, TreePolicy, caterpillar, shapes_of
-from headstart.inference.decoding.sampling import SamplingParams
+from headstart.inference.decoding.sampling import SHARPER, SamplingParams
 from headstart.inference.decoding.tree import Tree
 from tests.inference.decoding.toys import ROOTS, ToyDrafter, drafting, grower, heap_size, prefixes
 from tests.inference.decoding.trees import validate
@@ -28,11 +28,11 @@ def toy(seed: int, ids: list[int] | None = None) -> ToyDrafter:
 
 
 def guesses(drafter: ToyDrafter, prefix: tuple[int, ...]) -> list[tuple[float, int]]:
-    """(log probability, target token), best first, in plain Python."""
+    """(log probability, sharpened as at temperature 0, and target token), best first, in plain Python."""
     index = 0
     for x in prefix:
         index = index * V + x + 1
-    logits = drafter.logits_BPV[0, index].tolist()
+    logits = [SHARPER * x for x in drafter.logits_BPV[0, index].tolist()]
     total = math.log(sum(math.exp(x) for x in logits))
     ids = list(range(V)) if drafter.ids_V is None else drafter.ids_V.tolist()
     return sorted(((x - total, ids[i]) for i, x in enumerate(logits)), reverse=True)
