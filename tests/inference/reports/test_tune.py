@@ -149,7 +149,8 @@ def test_the_clock_decides_and_the_figures_are_those_of_decoding() -> None:
         if found["tree"] is None:
             continue
         tree, B = TreePolicy(**found["tree"]), 1 if name == "alone" else int(name)
-        made = generate_batch(target, drafter, PROMPTS, new_tokens=NEW, policy=tree)  # (decoded alone, the last tree is cut to what is left)
+        # not alone: there the last tree of a text is cut to what is left of it
+        made = generate_batch(target, drafter, PROMPTS, new_tokens=NEW, policy=tree)
         assert found["accepted_length"] == pytest.approx(sum(sum(g.emitted) for g in made) / sum(len(g.emitted) for g in made))
         emitted = [n for g in made for n in g.emitted]
         shares = [sum(n > d for n in emitted) / len(emitted) for d in range(1, tree.depth + 1)]
