@@ -5,7 +5,7 @@
 
 Writes benchmarks/results/rules.json. ``rows``: for each temperature, shape and rule the accepted length (tokens per target pass, the
 target's own counted), its standard error over the prompts (by the jackknife), and the rounds that it was counted in. The prompts and
-seeds are the same for all. ``traversal_over_dynamic``: the default tree of decode=auto above temperature 0 (a caterpillar verified by
+seeds are the same for all. ``traversal_over_dynamic``: the tree of decode=auto from temperature 0.5 on (a caterpillar verified by
 ``traversal``) over the dynamic tree of as many nodes, at temperature 1.
 """
 

@@ -29,7 +29,8 @@ class TreePolicy:
     ``chain`` (depth): one guess after the other. ``fixed`` (paths): the same tree every time. ``dynamic`` (depth, nodes, branch, expand,
     least): the ``expand`` best nodes of each level are expanded (2406.16858). ``best_first`` (depth, nodes, branch, least): every node
     that can still be among the ``nodes`` best is expanded. ``auto`` (depth, nodes, branch, expand, least):
-    chosen anew every round: a chain, or the dynamic tree of these settings, at warm temperatures a ``caterpillar`` of as many nodes.
+    chosen anew every round: a chain, or the dynamic tree of these settings, at warm temperatures a ``caterpillar`` of as many nodes (of
+    these settings it uses depth, nodes and branch).
 
     ``paths`` are child ranks from the root row (2401.10774): (0,) is the likeliest first guess, (0, 1) the second likeliest after it.
     ``nodes`` is the most that a dynamic or best-first tree keeps; for chains and fixed trees nodes, branch and depth follow from the
@@ -152,12 +153,14 @@ def caterpillar(depth: int, nodes: int, branch: int) -> TreePolicy:
 
     At warm temperatures it is accepted further than a dynamic tree of as many nodes: all its children are drawn, and since its shape does
     not depend on them, the rule ``traversal`` may judge it from its leaves (EXPERIMENTS.md, 2026-11-26). A child of rank r at depth d + 1
-    counts for REACHED^d BESIDE^r; the best are taken.
+    counts for REACHED^d BESIDE^r; the best are taken. Where there are none (``nodes`` at most ``depth``, or ``branch`` 1), a chain.
     """
     depth = min(depth, nodes)
-    beside = sorted(((d, r) for d in range(depth) for r in range(1, branch)), key=lambda at: (-(REACHED ** at[0]) * BESIDE ** at[1], at))
-    paths = [(0,) * d for d in range(1, depth + 1)] + [(*(0,) * d, r) for d, r in beside[: nodes - depth]]
-    return TreePolicy("fixed", paths=tuple(paths))
+    worth = lambda path: REACHED ** (len(path) - 1) * BESIDE ** path[-1]  # noqa: E731
+    beside = sorted(((*(0,) * d, r) for d in range(depth) for r in range(1, branch)), key=lambda path: (-worth(path), path))
+    if not beside[: nodes - depth]:
+        return TreePolicy("chain", depth=depth)
+    return TreePolicy("fixed", paths=tuple([(0,) * d for d in range(1, depth + 1)] + beside[: nodes - depth]))
 
 
 def shapes_of(policy: TreePolicy, heat: int) -> list[TreePolicy]:
@@ -171,7 +174,8 @@ def shapes_of(policy: TreePolicy, heat: int) -> list[TreePolicy]:
         return chains
     depths = dict.fromkeys(min(d, policy.depth) for d in (3, policy.depth))
     if heat == 2:
-        return [*chains, *(caterpillar(d, max(round(policy.nodes * d / policy.depth), 2), policy.branch) for d in depths)]
+        trees = (caterpillar(d, max(round(policy.nodes * d / policy.depth), 2), policy.branch) for d in depths)
+        return list(dict.fromkeys([*chains, *trees]))
     return [*chains, *(replace(policy, kind="dynamic").at_most(d) for d in depths)]
 
 

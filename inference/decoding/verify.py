@@ -129,6 +129,7 @@ def traversal(tree: Tree, p_BRV: Tensor, rng: CounterRNG, hasty: bool = False) -
     places in the tree by their value, this does not hold.
     """
     B, R, _ = p_BRV.shape
+    rng.prepare(range(VERIFYING, VERIFYING + R))
     b_B, parents_BN, tokens_BN = torch.arange(B, device=p_BRV.device), tree.parents_BN, tree.tokens_BN
     p_BRV, w_BR = p_BRV.clone(), F.pad(torch.ones_like(p_BRV[:, 0, :1]), (0, R - 1))
     q_BRV = None if tree.q_BRV is None else tree.q_BRV.clone()
@@ -143,7 +144,7 @@ def traversal(tree: Tree, p_BRV: Tensor, rng: CounterRNG, hasty: bool = False) -
         w_BR[:, node + 1] = torch.where(here_B, (w_B * (p_BV.gather(1, x_B1) / from_BV.gather(1, x_B1))[:, 0]).clamp(max=1.0), 0.0)
         left_BV = (w_B[:, None] * p_BV - from_BV).clamp_(min=0)
         s_B = left_BV.sum(-1)
-        room_B, some_B1 = s_B + 1 - w_B, (here_B & (s_B > 0))[:, None]
+        room_B, some_B1 = s_B + (1 - w_B), (here_B & (s_B > 0))[:, None]  # in this order: exactly s where w = 1
         w_BR[b_B, row_B] = torch.where(here_B, torch.where(room_B > 0, s_B / room_B, 1.0), w_B)
         p_BRV[b_B, row_B] = torch.where(some_B1, left_BV / s_B[:, None], p_BV)
     flips = [rng.flip(w_BR[:, row], VERIFYING + row) for row in range(1, R)]
@@ -184,7 +185,8 @@ def traversal_alone(tree: Tree, p_1RV: Tensor, rng: CounterRNG) -> tuple[list[in
                 return [row, *found[0]], found[1]
             left_V = (w * p_V).index_fill_(0, tree.tokens_BN[0, node], 0.0) if from_V is None else (w * p_V - from_V).clamp_(min=0)
             s = float(left_V.sum())
-            w, p_V = s / (s + 1 - w) if s + 1 - w > 0 else 1.0, left_V / s if s > 0 else p_V
+            room = s + (1 - w)
+            w, p_V = s / room if room > 0 else 1.0, left_V / s if s > 0 else p_V
             if from_V is not None and node != children[row][-1]:
                 q_V = _without(from_V[None], tree.tokens_BN[:, node, None])[0]
         return ([row], p_V) if row == 0 or rng.flip_alone(w, VERIFYING + row) else None

@@ -74,7 +74,8 @@ class Union:
             merged.drawn_BN, merged.q_BRV = F.pad(tree.drawn_BN, (0, more)), F.pad(tree.q_BRV, (0, 0, 0, more))
             # by_value: a tree that is now and then a chain must not be verified as one then, or the rule would hang on what was drawn. It
             # is not ``planned``: which guesses find a place beside the last part's depends on what that has drawn.
-            merged.draws, merged.by_value = tree.draws, tree.by_value
+            # So is a chain that others add to: it has one draw a row, as trees by value have, and may remain a chain or not.
+            merged.draws, merged.by_value = tree.draws, tree.by_value or (tree.is_chain and policy.kind != "chain")
         return merged
 
 

@@ -157,6 +157,8 @@ def compare(
     rows.sort(key=lambda row: -as_served(row)["speedup"])  # as the headline has it
     about: Mapping[str, Any] = next(iter(reports.values()), {})
     kept: dict[str, Any] = {key: about[key] for key in ABOUT if key in about and all(r.get(key) == about[key] for r in reports.values())}
+    if len({shape_of(report) for report in reports.values()}) > 1:
+        kept.pop("tree", None)
     if target:  # without any report nobody may know it
         kept["target"] = Path(target).name
     kept |= {"changed": [name for name, report in reports.items() if "target_changed" in report]}

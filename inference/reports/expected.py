@@ -66,8 +66,8 @@ def expected_walk(
 ) -> Walk:
     """The walk of a chain over the target's own continuation ``said``, from one teacher-forced pass.
 
-    Under the block rule (2403.10444) p is scaled by w of the path so far, the running min(1, w p / q): of the probability w p(x) of
-    emitting x after the accepted guesses, min(q, w p)(x) comes from accepting one more guess.
+    Under the block rule (2403.10444; on a chain ``traversal`` is the same) p is scaled by w of the path so far, the running
+    min(1, w p / q): of the probability w p(x) of emitting x after the accepted guesses, min(q, w p)(x) comes from accepting one more guess.
     """
     if sampling.temperature == 0:
         return greedy_walk(drafter, Recorded.by(target, drafter.taps, prompt, said), depth)

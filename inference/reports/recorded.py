@@ -160,7 +160,7 @@ class ReplayedRNG(CounterRNG):
         refused_V, left_V = (q_V - p_V).clamp(min=0), (p_V - q_V).clamp(min=0)
         s = float(left_V.sum())
         self.p_V = left_V / s if s > 0 else left_of_p_V
-        self.w = s / max(s + 1 - self.w, LEAST) if self.weighted else 1.0
+        self.w = s / max(s + (1 - self.w), LEAST) if self.weighted else 1.0
         return int(super().draws((refused_V if refused_V.sum() > 0 else q_V)[None, None], 2 * OWN + slot))
 
     def expand(self, tokens_BEK: Tensor, rows_BE: Tensor) -> None:

@@ -258,7 +258,7 @@ def _text(line: Mapping[str, Any]) -> Text:
 
 
 def shape_of(about: Mapping[str, Any]) -> str:
-    """The shape of the tree that was decoded, in words, from the keys of a report or of a comparison. Above temperature 0 an auto policy's
+    """The shape of the tree that was decoded, in words, from the keys of a report or of a comparison. At temperature 1 an auto policy's
     tree has another one.
     """
     cold, warm = about["tree"], about.get("tree_temperature_1", about["tree"])

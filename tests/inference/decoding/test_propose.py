@@ -68,7 +68,7 @@ def test_a_caterpillar_is_a_chain_with_siblings_beside_its_first_guesses() -> No
     shape = caterpillar(8, 15, 4)
     assert [sum(len(p) == d for p in shape.paths) for d in range(1, 9)] == [4, 3, 2, 2, 1, 1, 1, 1] and shape.reads == 7
     assert all(not any(p[:-1]) for p in shape.paths)  # only the chain's guesses have children
-    assert caterpillar(8, 3, 4).paths == ((0,), (0, 0), (0, 0, 0)) and caterpillar(8, 3, 4).is_chain
+    assert caterpillar(8, 3, 4) == TreePolicy("chain", depth=3) and caterpillar(8, 15, 1) == TreePolicy("chain", depth=8)
     assert caterpillar(2, 99, 3).nodes == 6
     assert AUTO.own_shape("auto", heat=2) == shape and {AUTO.own_shape("auto", heat).kind for heat in (0, 1)} == {"dynamic"}
     assert AUTO.own_shape("block", heat=2) == TreePolicy("chain", depth=8)

@@ -149,6 +149,11 @@ def test_the_rule_of_a_merged_tree_does_not_hang_on_what_was_drawn() -> None:
         chains += int(tree.depths_BN.max()) == len(tree) > 1
         assert rule_of("auto", tree) == "top_plus_one"
     assert chains
+    # a chain by its paths, to which the others' guesses add a node or not
+    line, union = TreePolicy("fixed", paths=((0,), (0, 0), (0, 0, 0))), Union([Paths(((1, 2),)), drafting(world.drafter)])
+    trees = [tree for _, tree in outcomes(lambda rng: union.propose(line, rng, sampling))]
+    assert {rule_of("auto", tree) for tree in trees} == {"top_plus_one"}
+    assert {int(tree.depths_BN.max()) == len(tree) for tree in trees} == {True, False}
 
 
 def test_a_merged_tree_is_not_verified_by_traversal() -> None:
