@@ -156,11 +156,10 @@ def caterpillar(depth: int, nodes: int, branch: int) -> TreePolicy:
     counts for REACHED^d BESIDE^r; the best are taken. Where there are none (``nodes`` at most ``depth``, or ``branch`` 1), a chain.
     """
     depth = min(depth, nodes)
-    worth = lambda path: REACHED ** (len(path) - 1) * BESIDE ** path[-1]  # noqa: E731
-    beside = sorted(((*(0,) * d, r) for d in range(depth) for r in range(1, branch)), key=lambda path: (-worth(path), path))
-    if not beside[: nodes - depth]:
-        return TreePolicy("chain", depth=depth)
-    return TreePolicy("fixed", paths=tuple([(0,) * d for d in range(1, depth + 1)] + beside[: nodes - depth]))
+    all_beside = [(*(0,) * d, r) for d in range(depth) for r in range(1, branch)]
+    beside = sorted(all_beside, key=lambda path: (-(REACHED ** (len(path) - 1)) * BESIDE ** path[-1], path))[: nodes - depth]
+    chain = [(0,) * d for d in range(1, depth + 1)]
+    return TreePolicy("fixed", paths=tuple(chain + beside)) if beside else TreePolicy("chain", depth=depth)
 
 
 def shapes_of(policy: TreePolicy, heat: int) -> list[TreePolicy]:
