@@ -48,7 +48,9 @@ class CounterRNG:
         """Compute the first number of each of these slots in one call, which is cheaper than one by one."""
         if self.host is not None:
             return  # ``uniform`` is as fast
-        self.ready |= zip(slots, self._numbers(_indices(tuple(slots), self.seeds_B.device)).unbind(1), strict=True)
+        device = self.seeds_B.device
+        index_X = torch.arange(slots.start, slots.stop, device=device) << 32 if isinstance(slots, range) else _indices(tuple(slots), device)
+        self.ready |= zip(slots, self._numbers(index_X).unbind(1), strict=True)
 
     def uniform(self, slot: int, *shape: int) -> Tensor:
         """Uniform numbers of a slot in [0, 1), fp64 [B, *shape]. They have 52 bits, so that u times a sum stays below the sum."""
