@@ -1,4 +1,4 @@
-"""How many guesses are accepted above temperature 0, by the shape of the tree and the rule that verifies it.
+"""How many guesses are accepted: above temperature 0 by the shape of the tree and the rule that verifies it, at 0 by the ranking of nodes.
 
     python benchmarks/rules.py     # of assets/tiny_eagle: some minutes
     python benchmarks/rules.py --speculator runs/eagle-tiny-stdlib/speculator --out FILE.json
@@ -7,6 +7,9 @@ Writes benchmarks/results/rules.json. ``rows``: for each temperature, shape and 
 target's own counted), its standard error over the prompts (by the jackknife), and the rounds that it was counted in. The prompts and
 seeds are the same for all. ``traversal_over_dynamic``: the tree of decode=auto from temperature 0.5 on (a caterpillar verified by
 ``traversal``) over the dynamic tree of as many nodes, at temperature 1.
+
+``ranking``: at temperature 0 the dynamic tree whose nodes are ranked by the draft probabilities to the power of ``factor``, normalised
+(1: as they are; the default is ``sampling.SHARPER``), with ``least`` and without. Texts of 16 tokens, because tiny's longer ones repeat.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +28,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.alternatives import RESULTS, ROOT, accepted_length, console, jackknife, settings
 from benchmarks.tiny import held_out, open_tiny
+from headstart.heads.base import Drafter
 from headstart.heads.files import put_text
+from headstart.inference.decoding import growth
 from headstart.inference.decoding.decoder import generate_batch
 from headstart.inference.decoding.policy import AUTO, TreePolicy, caterpillar, fit_depth
-from headstart.inference.decoding.sampling import SamplingParams
+from headstart.inference.decoding.sampling import SHARPER, SamplingParams
+from headstart.inference.decoding.target import Target
 from headstart.inference.provenance import machine, provenance
 from headstart.inference.settings import open_decode
 from headstart.inference.speculator import open_speculator
 
 TEMPERATURES, DYNAMIC = (1.0, 0.6, 0.3), "dynamic"
+FACTORS, SHORT = (1.0, 1.5, SHARPER, 3.0), (192, 16)  # SHORT: prompts of ``ranking``, and tokens of each
 
 
 def cases() -> list[tuple[str, TreePolicy, tuple[str, ...]]]:
@@ -45,6 +53,20 @@ def cases() -> list[tuple[str, TreePolicy, tuple[str, ...]]]:
         ("decode=fixed", medusa, planned),
         ("caterpillar", caterpillar(AUTO.depth, AUTO.nodes, AUTO.branch), planned),
     ]
+
+
+def ranking(target: Target, drafter: Drafter) -> list[dict[str, float]]:
+    """The rows of ``ranking``."""
+    prompts, rows = held_out(target, SHORT[0]), list[dict[str, float]]()
+    for least in (AUTO.least, 0.0):
+        shape = fit_depth(replace(AUTO.own_shape("auto", heat=0), least=least), drafter)
+        for factor in FACTORS:
+            growth.SHARPER = factor
+            made = generate_batch(target, drafter, prompts, new_tokens=SHORT[1], policy=shape)
+            rows.append({"least": least, "factor": factor, "accepted_length": accepted_length(made), "error": jackknife(made)})
+            console.print(rows[-1])
+    growth.SHARPER = SHARPER
+    return rows
 
 
 def main() -> None:
@@ -72,7 +94,13 @@ def main() -> None:
     at_1 = {(row["shape"], row["rule"]): row["accepted_length"] for row in rows if row["temperature"] == 1}
     gain = at_1["caterpillar", "traversal"] / at_1[DYNAMIC, "top_plus_one"]
     about = {"command": "python benchmarks/rules.py", "machine": machine(torch.device("cpu")), "prompts": len(prompts)}
-    found = {"rows": rows, "traversal_over_dynamic": gain, "drafter": drafter.config["head"], "new_tokens": args.new_tokens}
+    found = {
+        "rows": rows,
+        "ranking": ranking(target, drafter),
+        "traversal_over_dynamic": gain,
+        "drafter": drafter.config["head"],
+        "new_tokens": args.new_tokens,
+    }
     put_text(args.out, json.dumps(found | about | provenance(), indent=1) + "\n")
     console.print(table)
     console.print(f"{args.out}: traversal of a caterpillar over the dynamic tree: {gain:.2f}")

@@ -84,7 +84,7 @@ class Recorded:
 class ReplayedState(SequenceState):
     """The state of a sequence whose rounds emit a recorded text."""
 
-    def __init__(self, recorded: Recorded, new_tokens: int, sampling: SamplingParams, policy: TreePolicy) -> None:
+    def __init__(self, recorded: Recorded, new_tokens: int, sampling: SamplingParams) -> None:
         super().__init__(recorded, recorded.prompt, new_tokens, sampling, None, None, None)  # type: ignore[arg-type]
         self.recorded = recorded
 
@@ -196,5 +196,5 @@ def replay(
                 "decode=auto chooses by what rounds cost here, which nobody has measured: give a shape (decode=chain, dynamic, ..)"
             )
         known_of(recorded, guesser)[key] = auto  # type: ignore[arg-type]
-    told = ReplayedState(recorded, new_tokens or len(recorded.said), replace(sampling, seed=sampling.seed + REPEATS), policy)
+    told = ReplayedState(recorded, new_tokens or len(recorded.said), replace(sampling, seed=sampling.seed + REPEATS))
     return run(told, proposer, policy)
