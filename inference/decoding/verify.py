@@ -161,9 +161,13 @@ def traversal(tree: Tree, p_BRV: Tensor, rng: CounterRNG, hasty: bool = False) -
 
 def block(tree: Tree, p_BRV: Tensor, rng: CounterRNG, hasty: bool = False) -> Acceptance:
     """Block verification (2403.10444, algorithm 2): ``traversal`` of a chain. Raises UserError for a tree that is none."""
+    _check_chain(tree)
+    return traversal(tree, p_BRV, rng)
+
+
+def _check_chain(tree: Tree) -> None:
     if tree.depth != len(tree):
         raise UserError("the block rule verifies chains: use policy kind 'chain', or the rule auto for trees")
-    return traversal(tree, p_BRV, rng)
 
 
 def traversal_alone(tree: Tree, p_1RV: Tensor, rng: CounterRNG) -> tuple[list[int], int]:
@@ -264,13 +268,17 @@ def choose(
 def choose_alone(
     logits_1RV: Tensor, tree: Tree, warp: LogitsWarper, rule: str, rng: CounterRNG, seen_1RV: Tensor | None = None
 ) -> tuple[list[int], int]:
-    """``choose`` for one sequence, on the host. Returns the accepted path's rows, the root row first, and the target's token after it."""
+    """``choose`` for one sequence, on the host. Returns the accepted path's rows, the root row first, and the target's token after it.
+    Raises what the rule raises.
+    """
     if not warp.sampled:
         choice_1R = warp.scores(logits_1RV, seen_1RV).argmax(-1)  # in fp32: torch's argmax in half precision takes four times as long
         return greedy_alone(tree, choice_1R[0].tolist())
     p_1RV = warp.target(logits_1RV, seen_1RV)
     if not len(tree):
         return [0], int(rng.draws(p_1RV[:, :1], VERIFYING))
+    if RULES[rule].verify is block:
+        _check_chain(tree)
     if RULES[rule].verify in (block, traversal):
         return traversal_alone(tree, p_1RV, rng)
     verdict = RULES[rule].verify(tree, p_1RV, rng, True)

@@ -20,7 +20,7 @@ from headstart.inference.decoding.counter_rng import VERIFYING, CounterRNG
 from headstart.inference.decoding.policy import TreePolicy, caterpillar
 from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.tree import Tree
-from headstart.inference.decoding.verify import RULES, Rule, choose, greedy, rule_of, seen_rows, traversal_alone
+from headstart.inference.decoding.verify import RULES, Rule, choose, choose_alone, greedy, rule_of, seen_rows, traversal_alone
 from tests.inference.decoding.test_tree import parent_lists
 from tests.inference.decoding.toys import ToyDrafter, grower, heap_size, outcomes, row_index, side_by_side, transformers_law
 from tests.inference.decoding.trees import validate
@@ -451,5 +451,7 @@ def test_a_batch_gets_the_verdicts_of_its_sequences_alone(rule: str, penalty: bo
 
 
 def test_block_refuses_trees() -> None:
-    with pytest.raises(UserError, match="chain"):
-        RULES["block"].verify(Tree.of([0, 0], [-1, -1]), torch.full((1, 3, 2), 0.5), CounterRNG.of(), False)
+    """Of many sequences as of one."""
+    for verify in (choose, choose_alone):
+        with pytest.raises(UserError, match="chain"):
+            verify(torch.zeros(1, 3, 2), Tree.of([0, 0], [-1, -1]), LogitsWarper.of([SamplingParams(1.0)]), "block", CounterRNG.of())
