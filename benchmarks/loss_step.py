@@ -34,8 +34,9 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.loss_memory import rss
-from headstart.heads.base import TargetEnds, Unembedding
+from headstart.heads.base import TargetEnds
 from headstart.heads.files import put_text
+from headstart.heads.unembedding import Unembedding
 from headstart.inference.provenance import machine, provenance
 from headstart.trainers.losses import fused_loss
 

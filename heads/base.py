@@ -28,6 +28,7 @@ from headstart.heads.errors import UserError
 from headstart.heads.layers import freeze
 from headstart.heads.memory import Memory
 from headstart.heads.prepack import prepack, prepack_beside, product
+from headstart.heads.unembedding import Unembedding
 from headstart.heads.visibility import Sees
 
 WIDTHS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")  # width of the MLP: the names that configs use for it
@@ -160,50 +161,6 @@ class Draft:
         """The drafts at the given rows [B, N] of each batch row. To continue a tree, these are the rows of the nodes' parents."""
         state, confidence = (None if x is None else rows_of(x, rows_BN) for x in (self.state_BNH, self.confidence_BN))
         return Draft(rows_of(self.hidden_BNH, rows_BN), state, confidence)
-
-
-@dataclass
-class Unembedding:
-    """The matrix that turns ``Draft.hidden_BNH`` into logits, and the target id of each of its rows.
-
-    ``correction_VR`` adds R columns, for the last R numbers of hidden: a low-rank bias that depends on the tokens before
-    (DSpark's, Domino's). It is kept apart because the matrix is mostly the target's own, which is never copied.
-    """
-
-    weight_VH: Tensor
-    ids_V: Tensor | None = None  # None: row i is target token i
-    correction_VR: Tensor | None = None
-
-    def logits(self, hidden_BNH: Tensor) -> Tensor:
-        """Logits [B, N, V] from ``Draft.hidden_BNH`` [B, N, H]."""
-        if self.correction_VR is None:
-            return product(hidden_BNH, self.weight_VH.to(hidden_BNH.dtype))
-        logits_BNV: Tensor | None = None
-        for matrix_VW, part_BNW in zip(self.blocks, self.parts(hidden_BNH), strict=True):
-            part_BNV = product(part_BNW, matrix_VW.to(hidden_BNH.dtype))
-            logits_BNV = part_BNV if logits_BNV is None else logits_BNV + part_BNV
-        assert logits_BNV is not None
-        return logits_BNV
-
-    @property
-    def blocks(self) -> list[Tensor]:
-        """The matrix, then the correction if there is one."""
-        return [self.weight_VH] if self.correction_VR is None else [self.weight_VH, self.correction_VR]
-
-    def parts(self, hidden_BNH: Tensor) -> list[Tensor]:
-        """``hidden_BNH`` split by columns: one part for each of ``blocks``."""
-        return list(hidden_BNH.split([block.shape[1] for block in self.blocks], dim=-1))
-
-    def uncorrected(self) -> Unembedding:
-        """The same without the correction: it gives the logits before the drafter knows the tokens before."""
-        return Unembedding(self.weight_VH, self.ids_V)
-
-    def to_target(self, logits_BNV: Tensor, vocab_size: int) -> Tensor:
-        """Logits spread over the target's vocabulary. Tokens that the drafter cannot guess get -inf."""
-        if self.ids_V is None:
-            return logits_BNV
-        full = logits_BNV.new_full((*logits_BNV.shape[:-1], vocab_size), -torch.inf)
-        return full.index_copy_(-1, self.ids_V, logits_BNV)
 
 
 class Drafter(nn.Module, ABC):

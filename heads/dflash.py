@@ -18,11 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, ascending_taps, layer_sizes
+from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, ascending_taps, layer_sizes
 from headstart.heads.errors import UserError
 from headstart.heads.layers import DecoderLayer, RMSNorm, Rope
 from headstart.heads.memory import Beside, Memory
+from headstart.heads.unembedding import Unembedding
 from headstart.heads.visibility import BlockSees, Sees, blocks_of
+
+Sizes = tuple[int, int, int, int, int, float]  # of a layer: hidden, heads, kv_heads, head_dim, intermediate, epsilon of norms
 
 
 def spread_taps(target_layers: int, count: int) -> list[int]:
@@ -94,9 +97,13 @@ class Dflash(Drafter):
         self.fc = nn.Linear(len(self.taps) * D, D, bias=False)
         self.hidden_norm = RMSNorm(D, eps)
         self.mask_embedding = nn.Parameter(torch.randn(D) * 0.02) if mask_token is None else None
-        self.layers = nn.ModuleList(DecoderLayer(D, heads, kv_heads, shape.head_dim, width, eps, head_norm=True) for _ in range(layers))
+        self.layers = nn.ModuleList(self._layer((D, heads, kv_heads, shape.head_dim, width, eps)) for _ in range(layers))
         self.norm = RMSNorm(D, eps)
         self.rope = Rope(shape.rope, shape.head_dim, shape.max_positions)
+
+    def _layer(self, sizes: Sizes) -> nn.Module:
+        """A decoder layer. Subclasses may have layers of their own."""
+        return DecoderLayer(*sizes, head_norm=True)
 
     def attach(self, ends: TargetEnds) -> None:
         """Also raises UserError where engines would compute other drafts for this target."""

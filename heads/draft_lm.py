@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.base import Drafter, TargetEnds, TargetShape, Unembedding
+from headstart.heads.base import Drafter, TargetEnds, TargetShape
 from headstart.heads.errors import UserError, first_line
 from headstart.heads.formats.causal_lm import LOCAL, TOKENS, check_rope, quiet
 from headstart.heads.kinds import check_kinds
@@ -24,6 +24,7 @@ from headstart.heads.lm import Backbone, ReadsTokens
 from headstart.heads.memory import Memory
 from headstart.heads.seal import keys_of
 from headstart.heads.stored import check_model, check_types, finite
+from headstart.heads.unembedding import Unembedding
 from headstart.heads.visibility import Sees
 
 TABLES = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\binv_freq$|\bposition_ids$")  # tables that old files hold beside the weights

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.base import Draft, TargetShape, Unembedding
+from headstart.heads.base import Draft, TargetShape
 from headstart.heads.dflash import Dflash
 from headstart.heads.memory import Memory
+from headstart.heads.unembedding import Unembedding
 from headstart.heads.visibility import Sees
 
 

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, ascending_taps, layer_sizes
+from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, ascending_taps, layer_sizes
 from headstart.heads.errors import UserError
 from headstart.heads.layers import MLP, Attention, DecoderLayer, RMSNorm, Rope
 from headstart.heads.memory import Memory
+from headstart.heads.unembedding import Unembedding
 from headstart.heads.visibility import Sees
 from headstart.heads.vocab import OutputHead
 

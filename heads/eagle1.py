@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.base import Draft, Drafter, Roots, TargetShape, Unembedding, layer_sizes
+from headstart.heads.base import Draft, Drafter, Roots, TargetShape, layer_sizes
 from headstart.heads.layers import DecoderLayer, Rope
 from headstart.heads.memory import Memory
+from headstart.heads.unembedding import Unembedding
 from headstart.heads.visibility import Sees
 
 

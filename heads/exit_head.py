@@ -13,12 +13,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.base import Drafter, TargetEnds, TargetShape, Unembedding, layer_sizes
+from headstart.heads.base import Drafter, TargetEnds, TargetShape, layer_sizes
 from headstart.heads.errors import UserError
 from headstart.heads.kinds import check_kinds
 from headstart.heads.layers import DecoderLayer, RMSNorm, Rope
 from headstart.heads.lm import Backbone, ReadsTokens, first_layers, scale_of
 from headstart.heads.memory import Memory
+from headstart.heads.unembedding import Unembedding
 from headstart.heads.visibility import Sees
 
 

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, layer_sizes
+from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, layer_sizes
 from headstart.heads.errors import UserError
 from headstart.heads.layers import DecoderLayer, RMSNorm, Rope
 from headstart.heads.memory import Memory
 from headstart.heads.mtp_weights import own_modules
+from headstart.heads.unembedding import Unembedding
 from headstart.heads.visibility import Sees
 from headstart.heads.vocab import check_ids
 

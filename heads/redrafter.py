@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, rows_of
+from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, rows_of
 from headstart.heads.medusa import ResBlock
 from headstart.heads.memory import Memory
+from headstart.heads.unembedding import Unembedding
 from headstart.heads.visibility import Sees
 from headstart.heads.vocab import OutputHead
 

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.base import TargetEnds, Unembedding
+from headstart.heads.base import TargetEnds
 from headstart.heads.errors import UserError
+from headstart.heads.unembedding import Unembedding
 
 
 def check_ids(ids: Sequence[int] | None, vocab_size: int) -> Tensor | None:

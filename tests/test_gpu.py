@@ -26,7 +26,8 @@ from torch import Tensor
 
 from headstart.data.live import look
 from headstart.heads import hub
-from headstart.heads.base import TargetEnds, Unembedding
+from headstart.heads.base import TargetEnds
+from headstart.heads.unembedding import Unembedding
 from headstart.inference.decoding import capture
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.engine import Engine

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from headstart.data.batch import ReplayBatch, TargetBatch, TokenBatch
-from headstart.heads.base import Draft, Drafter, Unembedding
+from headstart.heads.base import Draft, Drafter
 from headstart.heads.errors import UserError
+from headstart.heads.unembedding import Unembedding
 from headstart.heads.unroll import unroll
 from headstart.inference.reports.walk import Walk, walk_rows
-from headstart.trainers.losses import LossOut, confidence_loss, feature_loss, fused_loss
+from headstart.trainers.beside import confidence_loss, feature_loss
+from headstart.trainers.losses import LossOut, fused_loss
 from headstart.trainers.metrics import by_depth
 from headstart.trainers.on_policy import check_on_policy
 from headstart.trainers.terms import BESIDE, Constants, check_kernel, check_loss
@@ -68,6 +70,8 @@ class Learner(nn.Module):
             what, instead = ("detach=true", "detach=false") if detach else (f"weighting={weighting}", "weighting=decay")
             raise UserError(f"loss.{what} is of chains of guesses, {drafter.config['head']} is trained on single ones: take loss.{instead}")
         check_loss(terms, weighting, constants)
+        if set(terms) == {"selector"}:
+            raise UserError("loss.terms.selector orders the candidates that a divergence finds: name one beside it, such as kl")
         check_kernel(kernel, terms, next(drafter.parameters()).device)
         self.drafter, self.decay, self.chunk, self.weighting, self.base_until = drafter, decay, chunk, weighting, base_until
         self.constants, self.detach, self.on_policy, self.kernel = constants, detach, on_policy, kernel
@@ -138,7 +142,8 @@ class Learner(nn.Module):
     ) -> LossOut:
         """The loss of a batch, undivided. ``done``: the share of the training that is over. ``wanted``: the guesses that count, from the
         method ``wanted``; None: all supervised guesses of the roots ``ask_BA`` [B, A] (None: of every root). ``figures=False`` skips what
-        is only logged. Raises UserError if the drafter lacks what a setting needs: a correction, a confidence, or states of size D.
+        is only logged. Raises UserError if the drafter lacks what a setting needs: a correction, candidates, a confidence, or states of
+        size D.
         """
         wanted = wanted or Wanted(ask_BA, self.supervised(batch, ask_BA))
         roots, drafter = batch.roots(), self.drafter
@@ -154,10 +159,13 @@ class Learner(nn.Module):
         hidden = [draft.first_BTH if some and draft.first_BTH is not None else draft.hidden_BNH for draft in drafts]
 
         judged = figures or "confidence" in self.beside  # whether matches and acceptance are needed
+        selector = self.beside.get("selector", 0.0)
+        if selector and unembeddings[0].candidates is None:
+            raise UserError("loss.terms.selector needs a drafter that orders candidates anew: this one does not")
 
         def loss_of(hidden: list[Tensor], unembeddings: list[Unembedding]) -> LossOut:
             target = (batch.final_BTD, drafter.ends, batch.tokens_BT, supervised, self.terms, self.decay, self.chunk)
-            chosen: dict[str, Any] = dict(weighting=self.weighting, constants=self.constants, kernel=self.kernel)
+            chosen: dict[str, Any] = dict(weighting=self.weighting, constants=self.constants, kernel=self.kernel, selector=selector)
             with record_function("loss"):
                 return fused_loss(hidden, unembeddings, *target, figures=judged, ask_BA=ask_BA, **chosen)
 

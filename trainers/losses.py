@@ -20,11 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headstart.heads.base import TargetEnds, Unembedding
+from headstart.heads.base import TargetEnds
+from headstart.heads.unembedding import Unembedding
 from headstart.inference.decoding.sampling import wide
 from headstart.trainers.chunks import Chunk, chunks, guesses_of, strip_of
 from headstart.trainers.divergences import Divergence, Teacher, nll, overlap
-from headstart.trainers.products import add, fill, times
+from headstart.trainers.products import Known, add, fill, times
+from headstart.trainers.selector import Said, Selection
 from headstart.trainers.terms import Constants, kernel_of, term, weighting_of
 
 KEPT = 30 << 20  # bytes; blocks above 32 MiB no longer raise glibc's trim threshold (see _Sums)
@@ -61,6 +63,7 @@ def fused_loss(
     weighting: str = "decay",
     constants: Constants = None,
     kernel: str = "auto",
+    selector: float = 0.0,
 ) -> LossOut:
     """Weighted sum of ``terms`` (divergence name -> weight) over depths 1..K. Each list has one entry per depth.
 
@@ -71,7 +74,8 @@ def fused_loss(
     K; on a GPU more, see chunks.guesses_of). The forward pass computes the gradients and keeps them until ``backward``, which can run
     once. Weights that require no gradient (the target's head) get none. ``figures=False`` skips what is only logged (matches,
     acceptance), a tenth of a step. ``kernel="triton"``: trainers/kernel.py, which knows some terms; "auto": where it can be.
-    Raises UserError for an unknown term, weighting or constant.
+    Where an unembedding has candidates, ``terms`` judge its uncorrected logits, and trainers/selector.py judges how the candidates are
+    ordered, with the weight ``selector``. Raises UserError for an unknown term, weighting or constant.
     """
     weighed = [(weight, term(name, constants)) for name, weight in terms.items()]
     weigh, device = weighting_of(weighting, constants), final_BTD.device
@@ -97,10 +101,10 @@ def fused_loss(
     if weigh is not None and torch.is_grad_enabled():
         # the weight of a guess depends on the other depths of its root, which lie in other chunks: a first pass without gradients
         shape, no_terms = tokens_BT.shape, _in_kernel(by, {}, constants)
-        looked = walk(_Sums([h.detach() for h in hidden], unembeddings, parts, shape, [], weight_KP, True, ask_BA, no_terms))
+        looked = walk(_Sums([h.detach() for h in hidden], unembeddings, parts, shape, [], 0.0, weight_KP, True, ask_BA, no_terms))
         weight_KP = weight_KP * weigh(looked.alpha_KBT, looked.true_KBT, supervised_KBT.to(device)).flatten(1)
     in_kernel = _in_kernel(by, terms, constants)
-    return walk(_Sums(hidden, unembeddings, parts, tokens_BT.shape, weighed, weight_KP, figures, ask_BA, in_kernel))
+    return walk(_Sums(hidden, unembeddings, parts, tokens_BT.shape, weighed, selector, weight_KP, figures, ask_BA, in_kernel))
 
 
 def _in_kernel(by: str, terms: Mapping[str, float], constants: Constants) -> Any:
@@ -110,31 +114,6 @@ def _in_kernel(by: str, terms: Mapping[str, float], constants: Constants) -> Any
     from headstart.trainers.kernel import Weights
 
     return Weights.of(terms, constants)
-
-
-def confidence_loss(logits: list[Tensor], alpha_KBT: Tensor, supervised: list[Tensor], decay: float, ask_BA: Tensor | None) -> Tensor:
-    """Binary cross-entropy between the drafter's confidence in each guess (``logits`` [B, A] per depth) and the true acceptance
-    probability alpha, held constant (2607.05147, section 3). Sum over supervised pairs, weighted by decay^(d-1).
-    """
-    total = torch.zeros((), dtype=torch.float32, device=alpha_KBT.device)
-    for k, (logit_BA, mask_BT) in enumerate(zip(logits, supervised, strict=True)):
-        alpha_BA, mask_BA = (x if ask_BA is None else x.gather(1, ask_BA) for x in (alpha_KBT[k], mask_BT))
-        each_BA = F.binary_cross_entropy_with_logits(wide(logit_BA), alpha_BA.float(), reduction="none")
-        total = total + decay**k * (each_BA * mask_BA).sum()
-    return total
-
-
-def feature_loss(states: list[Tensor], final_BTD: Tensor, supervised: list[Tensor], decay: float) -> Tensor:
-    """SmoothL1 between the draft's state [B, T, D] at (root t, depth d) and the target's final state at t + d (2401.15077, section 4.1).
-
-    Mean over D, sum over supervised pairs, weighted by decay^(d-1).
-    """
-    total = final_BTD.new_zeros((), dtype=wide(final_BTD).dtype)
-    for d, (state_BTD, mask_BT) in enumerate(zip(states, supervised, strict=True), start=1):
-        b, t = mask_BT.nonzero(as_tuple=True)
-        errors_RD = F.smooth_l1_loss(wide(state_BTD[b, t]), wide(final_BTD[b, t + d]), reduction="none")
-        total = total + decay ** (d - 1) * errors_RD.mean(-1).sum()
-    return total
 
 
 class _Sums:
@@ -147,6 +126,7 @@ class _Sums:
         parts: list[Chunk],
         shape: tuple[int, ...],
         terms: list[tuple[float, Divergence]],
+        selector: float,
         weight_KP: Tensor,
         figures: bool,
         ask_BA: Tensor | None,
@@ -154,7 +134,7 @@ class _Sums:
     ) -> None:
         """``in_kernel``: the same terms as ``kernel.Weights``, if trainers/kernel.py computes the loss; else None."""
         self.hidden, self.terms, self.weight_KP, self.figures, self.in_kernel = hidden, terms, weight_KP, figures, in_kernel
-        self.shape, device = shape, hidden[0].device
+        self.shape, self.selector, device = shape, selector, hidden[0].device
         self.dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else hidden[0].dtype
         # of each root its row in ``hidden``, -1 where it has none; None, and for depths of every root: the rows are the roots
         self.row_P: Tensor | None = None
@@ -172,6 +152,7 @@ class _Sums:
         self.groups: dict[tuple[int, ...], tuple[Unembedding, list[int]]] = {}
         for k, u in enumerate(unembeddings):
             self.groups.setdefault((*map(id, u.blocks), id(u.ids_V)), (u, []))[1].append(k)
+        self.selects = any(u.candidates is not None for u in unembeddings)
         self.vocabularies = {id(u.ids_V): u.ids_V for u in unembeddings}
         # the buffer for the logits of every chunk
         numbers = max((sum(part.counts_K) for part in parts), default=0) * max(len(u.weight_VH) for u in unembeddings)
@@ -192,6 +173,7 @@ class _Sums:
         row_P, A = self.row_P, self.asked
         asked = roots if row_P is None else [row_P[x] if h.shape[1] == A else x for x, h in zip(roots, self.hidden, strict=True)]
         products, logits, used = [], dict[int, Tensor](), 0
+        said = Said.of(said_CV, data_C) if self.selects else None
         for unembedding, depths in self.groups.values():
             hidden_RH = torch.cat([self.hidden[k].flatten(0, 1)[asked[k]].to(self.dtype) for k in depths])
             parts = unembedding.parts(hidden_RH)
@@ -199,15 +181,27 @@ class _Sums:
             logits_RV = self.room[used : used + size].view(len(hidden_RH), len(unembedding.weight_VH))
             used += size
             fill(logits_RV, parts[0], self.cast[id(unembedding.weight_VH)])
-            for part_RH, block in zip(parts[1:], unembedding.blocks[1:], strict=True):
-                logits_RV.addmm_(part_RH, self.cast[id(block)].T)
+            selection = None
+            if said is not None and unembedding.candidates is not None:  # before the judge overwrites the logits
+                place_R, successor = torch.cat([places[k] for k in depths]), self.cast[id(unembedding.correction_VR)]
+                selection = Selection.of(logits_RV, parts[1], successor, unembedding.candidates, said, place_R)
+            else:
+                for part_RH, block in zip(parts[1:], unembedding.blocks[1:], strict=True):
+                    logits_RV.addmm_(part_RH, self.cast[id(block)].T)
             logits |= zip(depths, logits_RV.split([chunk.counts_K[k] for k in depths]), strict=True)
-            products.append((unembedding, depths, parts, logits_RV))
+            products.append((unembedding, depths, parts, logits_RV, selection))
         judge = self._in_strips if self.in_kernel is None else self._in_a_kernel
         judge(chunk, said_CV, data_C, roots, places, logits)
-        if self.grad:  # the judge has overwritten the logits with their gradient
-            for unembedding, depths, parts, grad_RV in products:
-                self._products(unembedding, depths, asked, parts, grad_RV)
+        for unembedding, depths, parts, grad_RV, selection in products:
+            corrected: list[Tensor] = []  # gradient of the part that a selector reads
+            if selection is not None:
+                self._select(selection, depths, roots)
+            if self.grad and selection is not None and unembedding.correction_VR is not None:
+                key, weight_R = id(unembedding.correction_VR), torch.cat([self.weight_KP[k, roots[k]] for k in depths])
+                known = (grad_RV, parts[1], self.cast[key], self.grads_VH.get(key))
+                corrected = [selection.backward(self.selector * weight_R, *known)]
+            if self.grad:  # the judge has overwritten the logits with their gradient
+                self._products(unembedding, depths, asked, parts, grad_RV, corrected)
 
     def _in_a_kernel(
         self, chunk: Chunk, said_CV: Tensor, data_C: Tensor, roots: Sequence[Tensor], places: Sequence[Tensor], logits: dict[int, Tensor]
@@ -256,14 +250,28 @@ class _Sums:
         if self.grad:
             logits_RV.copy_(torch.autograd.grad(loss, leaf_RV)[0])
 
-    def _products(self, unembedding: Unembedding, depths: list[int], asked: Sequence[Tensor], parts: list[Tensor], grad_RV: Tensor) -> None:
-        """Backpropagate from the logits to the two factors of their product, the matrix and the hidden states."""
-        for weight, part_RH in zip(unembedding.blocks, parts, strict=True):
+    def _select(self, selection: Selection, depths: list[int], roots: Sequence[Tensor]) -> None:
+        """Add the selector's loss. Matches and acceptance are those after the selection."""
+        counts = [len(roots[k]) for k in depths]
+        figures = (selection.loss_R, selection.match_R, selection.alpha_R, selection.true_R)
+        for k, loss_R, match_R, alpha_R, true_R in zip(depths, *(x.split(counts) for x in figures), strict=True):
+            self.loss_K[k] += self.selector * (self.weight_KP[k, roots[k]] * loss_R).sum()
+            if self.figures:
+                self.match_KP[k, roots[k]], self.alpha_KP[k, roots[k]], self.true_KP[k, roots[k]] = match_R, alpha_R, true_R
+
+    def _products(
+        self, unembedding: Unembedding, depths: list[int], asked: Sequence[Tensor], parts: list[Tensor], grad_RV: Tensor, done: list[Tensor]
+    ) -> None:
+        """Backpropagate from the logits to the two factors of their product, the matrix and the hidden states. ``done``: gradients of the
+        last parts, where they are known already.
+        """
+        blocks = unembedding.blocks[: len(parts) - len(done)]
+        for weight, part_RH in zip(blocks, parts, strict=False):
             grad_VH = self.grads_VH.get(id(weight))
             if grad_VH is not None:  # half-precision products are added up in fp32, block by block: no second matrix of this size
                 add(grad_VH, grad_RV.T, part_RH.T, strip_of(grad_RV.device))
         if any(self.grads_BAH[k] is not None for k in depths):
-            grads = [times(grad_RV, self.cast[id(weight)].T) for weight in unembedding.blocks]
+            grads = [*(times(grad_RV, self.cast[id(weight)].T) for weight in blocks), *done]
             grad_RH = grads[0] if len(grads) == 1 else torch.cat(grads, dim=-1)
             for k, part in zip(depths, grad_RH.split([len(asked[k]) for k in depths]), strict=True):
                 grad_BAH = self.grads_BAH[k]
@@ -276,22 +284,6 @@ class _Sums:
         if self.grad:
             inputs = [*self.hidden, *self.weights]
             grads = [*self.grads_BAH, *(g if (g := self.grads_VH.get(id(w))) is None else g.to(w.dtype) for w in self.weights)]
-            loss = _Known.apply(loss, grads, *inputs)
+            loss = Known.apply(loss, grads, *inputs)
         match_KBT, alpha_KBT, true_KBT = (x.view(-1, *self.shape) for x in (self.match_KP, self.alpha_KP, self.true_KP))
         return LossOut(loss, weight_sum, match_KBT, count_K, alpha_KBT, true_KBT, self.loss_K)
-
-
-class _Known(torch.autograd.Function):
-    """A value whose gradients are known already. ``backward`` scales them in place and hands them over, without a second copy of a head."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, grads: list[Tensor | None], *inputs: Tensor) -> Tensor:
-        ctx.grads = grads
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.grads is None:
-            raise RuntimeError("backward ran twice through fused_loss: its gradients were handed over the first time")
-        grads, ctx.grads = ctx.grads, None
-        return None, None, *(g if g is None else g.mul_(grad) for g in grads)

@@ -19,7 +19,7 @@ from headstart.heads.formats.llama import llama_arguments, llama_config
 from headstart.heads.formats.llama import read as read
 from headstart.heads.serving import Command, sglang, vllm
 
-DFLASH, DSPARK = "DFlashDraftModel", "Qwen3DSparkModel"
+DFLASH, DFLASH2, DSPARK = "DFlashDraftModel", "DFlash2DraftModel", "Qwen3DSparkModel"
 THEIRS = {
     "markov_w1.weight": "markov_head.markov_w1.weight",
     "markov_w2": "markov_head.markov_w2.weight",
@@ -29,6 +29,9 @@ THEIRS = {
     "gru_state.weight": "prefix_gru.weight_hh_l0",
     "narrow.weight": "embed_proj.0.weight",
     "widen": "embed_proj.2.weight",
+    "predecessor.weight": "candidate_selector.predecessor_codebook",
+    "successor": "candidate_selector.successor_codebook",
+    "slot_projection.weight": "candidate_selector.hidden_projection.weight",
 }
 
 # Embedding and head are the target's, whether it ties them or not. A sliding window has no effect where no layer uses it.
@@ -53,11 +56,14 @@ DSPARK_ONLY: dict[str, tuple[Any, ...]] = {
     "enable_confidence_head": (True, None),
     "confidence_head_with_markov": (True, None),
 }
+ARCHITECTURE = {"dspark": DSPARK, "dflash2": DFLASH2}  # of the others: DFLASH
+CONV = {"conv_taps": "conv_kernel_size", "conv_group": "conv_group_size", "rank": "selector_rank", "candidates": "selector_top_k"}
 DOMINO_ONLY: dict[str, tuple[Any, ...]] = {"shift_label": (True, None), "pure_draft_prefix_len": (1, None)}
+ONLY = {"dspark": DSPARK_ONLY, "domino": DOMINO_ONLY}
 
 
 def names(drafter: Any) -> dict[str, str]:
-    """Qwen3's names, which ours are; the heads of DSpark and Domino get their authors' names."""
+    """Qwen3's names, which ours are; what DSpark, Domino and DFlash 2 add gets its authors' names."""
     return {name: THEIRS.get(name, name) for name in drafter.state_dict()}
 
 
@@ -70,7 +76,7 @@ def config(drafter: Any) -> dict[str, Any]:
     """Qwen3's keys. The keys of the block are at the top level for DSpark, in ``dflash_config`` for the others."""
     head, layers = drafter.config["head"], len(drafter.layers)
     keys = llama_config(drafter.shape, drafter.layers[0], layers) | {
-        "architectures": [DSPARK if head == "dspark" else DFLASH],
+        "architectures": [ARCHITECTURE.get(head, DFLASH)],
         "model_type": "qwen3",
         "layer_types": ["full_attention"] * layers,
         "use_sliding_window": False,
@@ -85,24 +91,26 @@ def config(drafter: Any) -> dict[str, Any]:
     if head == "domino":
         block |= {"projector_type": "domino", "shift_label": True, "pure_draft_prefix_len": 1}
         block |= {"gru_hidden_dim": drafter.gru, "emb_dim": drafter.widen.shape[1]}
+    if head == "dflash2":
+        block |= {theirs: drafter.config[ours] for ours, theirs in CONV.items()}
     return keys | {"dflash_config": block}
 
 
 def recognises(config: dict[str, Any]) -> bool:
-    """A folder with one of the two architecture names."""
-    return architecture(config) in (DFLASH, DSPARK)
+    """A folder with one of the three architecture names."""
+    return architecture(config) in (DFLASH, DFLASH2, DSPARK)
 
 
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
-    """Which of the four kinds it is, and its sizes. Raises UserError for keys that would change what engines compute."""
-    said, dspark = _said(config), architecture(config) == DSPARK
-    head = "dspark" if dspark else "domino" if said.get("projector_type") == "domino" else "jetspec" if _causal(said) else "dflash"
+    """Which of the five kinds it is, and its sizes. Raises UserError for keys that would change what engines compute."""
+    said = _said(config)
+    named = {name: head for head, name in ARCHITECTURE.items()}.get(architecture(config))
+    head = named or ("domino" if said.get("projector_type") == "domino" else "jetspec" if _causal(said) else "dflash")
     need(said, FIXED | {"projector_type": ("domino" if head == "domino" else None, None)})
     need(said, {"draft_vocab_size": (shape.vocab_size, None), "num_target_layers": (shape.layers, None)})
-    if head in ("dspark", "domino"):
-        need(said, (DSPARK_ONLY if dspark else DOMINO_ONLY) | dict.fromkeys(("is_causal", "causal"), (False, None)))
-    else:
-        need(said, {"sample_from_anchor": (False, None)})
+    need(said, ONLY.get(head, {"sample_from_anchor": (False, None)}))
+    if head != "jetspec":
+        need(said, dict.fromkeys(("is_causal", "causal"), (False, None)))
     found = llama_arguments(said, shape, "qwen3", LAYERS) | {
         "layers": said["num_hidden_layers"],
         "block": said.get("block_size", 16),
@@ -113,6 +121,8 @@ def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetS
         found["rank"] = said["markov_rank"]
     if head == "domino":
         found |= {"gru": said["gru_hidden_dim"], "rank": said["emb_dim"]}
+    if head == "dflash2":
+        found |= {ours: said[theirs] for ours, theirs in CONV.items()}
     return head, found
 
 
@@ -142,7 +152,8 @@ def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Comman
         return [sglang(target, folder, "DFLASH", needs, domino_candidate_pool_size=0)]  # 0: of the whole vocabulary, as trained
     if head == "dspark":
         return [vllm(target, folder, "dspark", whole, "0.32 or newer, on a GPU"), sglang(target, folder, "DSPARK", "0.5.18 or newer")]
-    causal = "0.32 or newer" if drafter.causal else "0.20.2 or newer"
-    since = "0.5.17 or newer" if drafter.causal else "0.5.11 or newer"  # earlier ones do not read is_causal and look both ways, silently
-    window = sglang(target, folder, "DFLASH", since, num_draft_tokens=drafter.block)  # includes the last known token
-    return [vllm(target, folder, "dflash", whole, causal), window]
+    releases = {"dflash2": ("0.29 or newer, on a GPU", "0.5.23 or newer"), "dflash": ("0.20.2 or newer", "0.5.11 or newer")}
+    # jetspec: earlier ones do not read is_causal and look both ways, silently
+    in_vllm, in_sglang = releases.get(head, ("0.32 or newer", "0.5.17 or newer"))
+    window = sglang(target, folder, "DFLASH", in_sglang, num_draft_tokens=drafter.block)  # includes the last known token
+    return [vllm(target, folder, "dflash", whole, in_vllm), window]

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.base import Draft, Drafter, Roots, Unembedding
+from headstart.heads.base import Draft, Drafter, Roots
 from headstart.heads.errors import UserError
 from headstart.heads.memory import AsCache, Memory, Segment
+from headstart.heads.unembedding import Unembedding
 from headstart.heads.visibility import MaskSees, Sees
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.counter_rng import CounterRNG

@@ -24,13 +24,20 @@ from tests.heads.reference import Reference
 from tests.tiny_targets import tiny_target
 
 TARGET, MASK = functools.cache(tiny_target), 95
-SMALL: dict[str, dict[str, Any]] = {name: dict(layers=2, block=5, taps=[2, 3, 5]) for name in ("dflash", "jetspec", "dspark", "domino")}
+SMALL: dict[str, dict[str, Any]] = {
+    name: dict(layers=2, block=5, taps=[2, 3, 5]) for name in ("dflash", "jetspec", "dflash2", "dspark", "domino")
+}
 SMALL["domino"] |= dict(gru=24, rank=12)
 SMALL["dspark"] |= dict(rank=10)
+SMALL["dflash2"] |= dict(rank=10, candidates=12, conv_taps=3, conv_group=8)
 SMALL["peagle"] = dict(layers=2, depth=4, taps=[2, 3, 5])
 EXTRA = {
     "dflash": set(),
     "jetspec": set(),
+    "dflash2": {
+        *(f"candidate_selector.{x}" for x in ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")),
+        *(f"layers.{i}.{on}_conv.{x}" for i in (0, 1) for on in ("attention", "mlp") for x in ("base_kernel", "kernel_projection.weight")),
+    },
     "dspark": {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight", "confidence_head.proj.weight", "confidence_head.proj.bias"},
     "domino": {"prefix_gru.weight_ih_l0", "prefix_gru.weight_hh_l0", "embed_proj.0.weight", "embed_proj.2.weight"},
 }
@@ -55,17 +62,31 @@ class Engine(Reference):
                 found = self.linear(rows, f"{name}{kind}_proj").view(len(rows), -1, self.d)
                 return found if kind == "v" else self.norm(found, f"{name}{kind}_norm")
 
-            into = self.norm(x, f"layers.{i}.input_layernorm")
+            normed = self.norm(x, f"layers.{i}.input_layernorm")
+            into = self.convolve(normed, f"layers.{i}.attention_conv", 0, normed)
             q = self.rotate(heads(into, "q"), positions)
             k = torch.cat([self.rotate(heads(context, "k"), where), self.rotate(heads(into, "k"), positions)])
             v = torch.cat([heads(context, "v"), heads(into, "v")])
             k, v = (y.repeat_interleave(self.h // self.g, 1) for y in (k, v))
             p = (torch.einsum("qhd,khd->hqk", q, k) / self.d**0.5).masked_fill(~sees, -torch.inf).softmax(-1)
-            x = x + self.linear(torch.einsum("hqk,khd->qhd", p, v).reshape(slots, -1), name + "o_proj")
-            y = self.norm(x, f"layers.{i}.post_attention_layernorm")
+            attended = self.linear(torch.einsum("hqk,khd->qhd", p, v).reshape(slots, -1), name + "o_proj")
+            x = x + self.convolve(attended, f"layers.{i}.attention_conv", 1, normed)
+            normed = self.norm(x, f"layers.{i}.post_attention_layernorm")
+            y = self.convolve(normed, f"layers.{i}.mlp_conv", 0, normed)
             gated = F.silu(self.linear(y, f"layers.{i}.mlp.gate_proj")) * self.linear(y, f"layers.{i}.mlp.up_proj")
-            x = x + self.linear(gated, f"layers.{i}.mlp.down_proj")
+            x = x + self.convolve(self.linear(gated, f"layers.{i}.mlp.down_proj"), f"layers.{i}.mlp_conv", 1, normed)
         return self.norm(x, "norm")
+
+    def convolve(self, x: Tensor, name: str, which: int, normed: Tensor) -> Tensor:
+        """DFlash 2's grouped convolution, as matrices over the slots; other folders have none."""
+        if f"{name}.base_kernel" not in self.w:
+            return x
+        settings, slots = self.config["dflash_config"], len(x)
+        taps, group = settings["conv_kernel_size"], settings["conv_group_size"]
+        delta = self.linear(normed, f"{name}.kernel_projection").view(slots, 2, taps, -1)[:, which].repeat_interleave(group, -1)
+        kernel = self.w[f"{name}.base_kernel"][which] + delta  # [slots, taps, D]
+        back = [torch.diag(torch.ones(slots - t), -t) for t in range(taps)]  # t slots back
+        return sum((kernel[:, t] * (back[t] @ x) for t in range(taps)), torch.zeros_like(x))
 
 
 def saved(name: str, folder: Path, **changes: Any) -> Engine:
@@ -101,14 +122,19 @@ def test_engines_compute_what_we_do(name: str, tmp_path: Path) -> None:
     layer = [f"self_attn.{x}.weight" for x in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
     layer += [f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")] + ["input_layernorm.weight", "post_attention_layernorm.weight"]
     assert w.keys() == {"fc.weight", "hidden_norm.weight", "norm.weight", *(f"layers.{i}.{x}" for i in (0, 1) for x in layer)} | EXTRA[name]
-    assert engine.config["is_causal"] == (name == "jetspec") and engine.config["architectures"][0] in (
-        "DFlashDraftModel",
-        "Qwen3DSparkModel",
-    )
+    named = {"dflash2": "DFlash2DraftModel", "dspark": "Qwen3DSparkModel"}.get(name, "DFlashDraftModel")
+    assert engine.config["is_causal"] == (name == "jetspec") and engine.config["architectures"] == [named]
     slots = engine.block([s[: root + 1] for s in states], tokens[root + 1], root + 1)
     logits = list(slots @ engine.head.T)
-    if name in ("dflash", "jetspec"):
+    if name in ("dflash", "jetspec", "dflash2"):
         logits = logits[1:]
+    if name == "dflash2":
+        part = {x: w[f"candidate_selector.{x}"] for x in ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")}
+        for k, x in enumerate(logits):
+            ids = x.topk(12).indices
+            context = part["predecessor_codebook"][tokens[root + 1 + k]] * (part["hidden_projection.weight"] @ slots[k + 1])
+            scores = x[ids] + part["successor_codebook"][ids] @ context
+            logits[k] = torch.full_like(x, -torch.inf).index_copy(0, ids, scores)
     if name == "dspark":
         logits = [
             x + w["markov_head.markov_w2.weight"] @ w["markov_head.markov_w1.weight"][tokens[root + 1 + k]] for k, x in enumerate(logits)
@@ -169,6 +195,7 @@ def test_what_a_folder_cannot_say_is_refused(tmp_path: Path) -> None:
         ("dflash", "attention_bias", True),
         ("dflash", "layer_types", ["sliding_attention", "full_attention"]),
         ("domino", "shift_label", False),
+        ("dflash2", "sample_from_anchor", True),
     ]:
         folder = tmp_path / f"{name}-{key}"
         saved(name, folder)

@@ -25,7 +25,7 @@ from tests.drafters import fresh, make, random_tokens, roots_of
 from tests.tiny_targets import tiny_target
 
 TARGET = functools.cache(tiny_target)
-BACKBONE = ["dflash", "jetspec", "dspark", "domino"]
+BACKBONE = ["dflash", "jetspec", "dflash2", "dspark", "domino"]
 BLOCKS = [*BACKBONE, "peagle"]
 SMALL: dict[str, dict[str, Any]] = {name: dict(layers=2, block=5) for name in BACKBONE} | {"peagle": dict(layers=2, depth=4)}
 EXACT = dict(rtol=0, atol=1e-5)
@@ -69,9 +69,22 @@ class Loops:
         return self.w[f"{layer}.self_attn.o_proj.weight"] @ torch.cat(out)  # type: ignore[arg-type]
 
     def mlp(self, x: Tensor, layer: str) -> Tensor:
-        y = self.norm(x, f"{layer}.post_attention_layernorm")
+        return x + self.gated(self.norm(x, f"{layer}.post_attention_layernorm"), layer)
+
+    def gated(self, y: Tensor, layer: str) -> Tensor:
         gate, up, down = (self.w[f"{layer}.mlp.{n}_proj.weight"] for n in ("gate", "up", "down"))
-        return x + down @ (F.silu(gate @ y) * (up @ y))
+        return down @ (F.silu(gate @ y) * (up @ y))
+
+    def convolve(self, rows: list[Tensor], name: str, which: int, normed: list[Tensor]) -> list[Tensor]:
+        """DFlash 2's convolution over a block's slots, before (0) or after (1) a sublayer; without such weights the rows themselves."""
+        if f"{name}.base_kernel" not in self.w:
+            return rows
+        base, out = self.w[f"{name}.base_kernel"][which], []
+        for s in range(len(rows)):
+            delta = (self.w[f"{name}.kernel_projection.weight"] @ normed[s]).view(2, len(base), -1)[which]
+            kernel = [base[t] + delta[t].repeat_interleave(base.shape[1] // delta.shape[1]) for t in range(len(base))]
+            out.append(torch.stack([rows[s - t] * kernel[t] for t in range(min(s + 1, len(base)))]).sum(0))
+        return out
 
     def dflash(self, states: Tensor, anchor: int, t: int, slots: int, causal: bool) -> Tensor:
         """The slots after the last norm. ``states``: the tapped ones of the roots, side by side."""
@@ -80,11 +93,14 @@ class Loops:
         for i in range(2):
             layer = f"layers.{i}"
             context = [self.key_value(z[j], layer, j) for j in range(t + 1)]
-            into = [self.norm(row, f"{layer}.input_layernorm") for row in x]
+            normed = [self.norm(row, f"{layer}.input_layernorm") for row in x]
+            into = self.convolve(normed, f"{layer}.attention_conv", 0, normed)
             own = [self.key_value(row, layer, t + 1 + k) for k, row in enumerate(into)]
-            for k in range(slots):
-                seen = context + (own[: k + 1] if causal else own)
-                x[k] = self.mlp(x[k] + self.attend(into[k], layer, t + 1 + k, seen), layer)
+            said = [self.attend(into[k], layer, t + 1 + k, context + (own[: k + 1] if causal else own)) for k in range(slots)]
+            x = [a + b for a, b in zip(x, self.convolve(said, f"{layer}.attention_conv", 1, normed), strict=True)]
+            normed = [self.norm(row, f"{layer}.post_attention_layernorm") for row in x]
+            said = [self.gated(y, layer) for y in self.convolve(normed, f"{layer}.mlp_conv", 0, normed)]
+            x = [a + b for a, b in zip(x, self.convolve(said, f"{layer}.mlp_conv", 1, normed), strict=True)]
         return torch.stack([self.norm(row, "norm") for row in x])
 
     def peagle(self, states: list[Tensor], tokens: list[int], t: int, depths: int) -> Tensor:
@@ -145,6 +161,32 @@ def test_the_markov_head_is_its_definition(t: int) -> None:
         confidence = drafts[k].confidence_BN
         assert confidence is not None
         torch.testing.assert_close(confidence[0, t], sure, **EXACT)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("t", [0, 6])
+def test_the_selector_is_its_definition(t: int) -> None:
+    """Slot k guesses x[t+1+k] among the likeliest tokens of the backbone, knowing x[t+k]."""
+    drafter, roots, tokens, states = case("dflash2")
+    loops = Loops(drafter, TARGET())
+    slots, w = loops.dflash(states, tokens[t + 1], t, 5, causal=False), loops.w
+    assert drafter.max_depth == 4
+    for d, found in enumerate(logits_of(drafter, unroll(drafter, roots, None, 4), t), start=1):
+        logits, context = loops.head @ slots[d], w["predecessor.weight"][tokens[t + d]] * (w["slot_projection.weight"] @ slots[d])
+        expected = torch.full_like(logits, -torch.inf)
+        for c in logits.sort(descending=True).indices[:16].tolist():
+            expected[c] = logits[c] + context @ w["successor"][c]
+        torch.testing.assert_close(found, expected, **EXACT)
+
+
+@torch.no_grad()
+def test_a_fresh_dflash2_is_dflash_among_its_candidates() -> None:
+    """Convolutions and selector change nothing at the start."""
+    plain, drafter = (make(name, TARGET(), noise=0.0, layers=2, block=5) for name in ("dflash", "dflash2"))
+    drafter.load_state_dict(plain.state_dict(), strict=False)
+    roots = roots_of(TARGET(), drafter, torch.tensor([random_tokens(14, seed=3)]))
+    for a, b in zip(*(logits_of(x, unroll(x, roots, None, 4), 6) for x in (plain, drafter)), strict=True):
+        torch.testing.assert_close(b, a.masked_fill(a < a.topk(16).values[-1], -torch.inf))
 
 
 @torch.no_grad()
@@ -286,6 +328,9 @@ def test_what_cannot_be_is_refused() -> None:
         ("peagle", dict(taps=[2, 9]), r"head\.taps"),
         ("dflash", dict(block=1), r"head\.block must be at least 2, found 1"),
         ("domino", dict(heads=3, kv_heads=2), r"head\.heads=3 must be a multiple"),
+        ("dflash2", dict(candidates=97), r"head\.candidates must be from 1 to the target's 96 tokens, found 97"),
+        ("dflash2", dict(block=3, conv_taps=4), r"head\.conv_taps must be from 1 to head\.block=3, found 4"),
+        ("dflash2", dict(conv_group=5), r"head\.conv_group must divide the target's hidden size 32, found 5"),
     ]:
         with pytest.raises(UserError, match=message):
             fresh(name, shape, **wrong)

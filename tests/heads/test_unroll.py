@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from headstart.heads.base import Draft, Drafter, Roots, TargetShape, Unembedding
+from headstart.heads.base import Draft, Drafter, Roots, TargetShape
 from headstart.heads.memory import Memory
+from headstart.heads.unembedding import Unembedding
 from headstart.heads.unroll import unroll
 from headstart.heads.visibility import ChainSees, Sees
 

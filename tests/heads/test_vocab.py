@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headstart.heads.base import Unembedding
 from headstart.heads.errors import UserError
+from headstart.heads.unembedding import Unembedding
 from headstart.heads.vocab import check_ids, from_d2t, most_frequent, to_maps
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headstart.heads.base import Unembedding
+from headstart.heads.unembedding import Unembedding
 from headstart.trainers import chunks as chunking
 from headstart.trainers.chunks import chunks
 from headstart.trainers.losses import _Sums, fused_loss

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from headstart.data.live import look
-from headstart.heads.base import Unembedding
 from headstart.heads.errors import UserError
+from headstart.heads.unembedding import Unembedding
 from headstart.trainers.divergences import Teacher, find, overlap
 from headstart.trainers.learner import Learner
 from headstart.trainers.losses import LossOut, fused_loss

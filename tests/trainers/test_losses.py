@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headstart.data.batch import TargetBatch
-from headstart.heads.base import TargetEnds, Unembedding
+from headstart.heads.base import TargetEnds
 from headstart.heads.errors import UserError
+from headstart.heads.unembedding import Unembedding
+from headstart.trainers.beside import feature_loss
 from headstart.trainers.divergences import Teacher, find, names
-from headstart.trainers.losses import LossOut, feature_loss, fused_loss
+from headstart.trainers.losses import LossOut, fused_loss
 from headstart.trainers.terms import WEIGHTINGS
 
 B, T, K, H, D, V = 2, 19, 3, 5, 6, 11

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from headstart.data.batch import TargetBatch
-from headstart.heads.base import TargetEnds, Unembedding
+from headstart.heads.base import TargetEnds
 from headstart.heads.errors import UserError
-from headstart.trainers.losses import LossOut, confidence_loss, fused_loss
+from headstart.heads.unembedding import Unembedding
+from headstart.trainers.beside import confidence_loss
+from headstart.trainers.losses import LossOut, fused_loss
 
 B, T, K, H, R, D, V = 2, 15, 3, 5, 2, 6, 11
 DECAY = 0.7

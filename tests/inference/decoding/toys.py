@@ -20,8 +20,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from headstart.heads.base import Draft, Drafter, Roots, TargetShape, Unembedding
+from headstart.heads.base import Draft, Drafter, Roots, TargetShape
 from headstart.heads.memory import Memory
+from headstart.heads.unembedding import Unembedding
 from headstart.heads.visibility import CausalSees
 from headstart.inference.decoding.counter_rng import CounterRNG
 from headstart.inference.decoding.growth import grow

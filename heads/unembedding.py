@@ -1,0 +1,69 @@
+"""How a drafter's vectors become logits: they are linear in ``Draft.hidden_BNH``, so that a loss can be fused with the matrix and decoding
+computes logits only where it needs them.
+
+Shape suffixes: B batch, N drafts, H width of the vectors, V vocabulary (also a trimmed one), R columns of a correction, C candidates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headstart.heads.prepack import product
+
+
+@dataclass
+class Unembedding:
+    """The matrix that turns ``Draft.hidden_BNH`` into logits, and the target id of each of its rows.
+
+    ``correction_VR`` adds R columns, for the last R numbers of hidden: a low-rank bias that depends on the tokens before
+    (DSpark's, Domino's). It is kept apart because the matrix is mostly the target's own, which is never copied.
+
+    ``candidates``: the correction only orders so many tokens anew, the likeliest ones before it (DFlash 2's selector). All others are
+    never guessed: their logits are -inf. None: it is added to the logits of all tokens.
+    """
+
+    weight_VH: Tensor
+    ids_V: Tensor | None = None  # None: row i is target token i
+    correction_VR: Tensor | None = None
+    candidates: int | None = None
+
+    def logits(self, hidden_BNH: Tensor) -> Tensor:
+        """Logits [B, N, V] from ``Draft.hidden_BNH`` [B, N, H]."""
+        own_BNW, *others = self.parts(hidden_BNH)
+        logits_BNV = product(own_BNW, self.weight_VH.to(hidden_BNH.dtype))
+        if self.correction_VR is None:
+            return logits_BNV
+        if self.candidates is None:
+            return logits_BNV + product(others[0], self.correction_VR.to(hidden_BNH.dtype))
+        ids_BNC = logits_BNV.topk(self.candidates).indices
+        scores_BNC = selected(logits_BNV, others[0], self.correction_VR, ids_BNC)
+        return torch.full_like(logits_BNV, -torch.inf).scatter_(-1, ids_BNC, scores_BNC)
+
+    @property
+    def blocks(self) -> list[Tensor]:
+        """The matrix, then the correction if there is one."""
+        return [self.weight_VH] if self.correction_VR is None else [self.weight_VH, self.correction_VR]
+
+    def parts(self, hidden_BNH: Tensor) -> list[Tensor]:
+        """``hidden_BNH`` split by columns: one part for each of ``blocks``."""
+        return list(hidden_BNH.split([block.shape[1] for block in self.blocks], dim=-1))
+
+    def uncorrected(self) -> Unembedding:
+        """The same without the correction: it gives the logits before the drafter knows the tokens before."""
+        return Unembedding(self.weight_VH, self.ids_V)
+
+    def to_target(self, logits_BNV: Tensor, vocab_size: int) -> Tensor:
+        """Logits spread over the target's vocabulary. Tokens that the drafter cannot guess get -inf."""
+        if self.ids_V is None:
+            return logits_BNV
+        full = logits_BNV.new_full((*logits_BNV.shape[:-1], vocab_size), -torch.inf)
+        return full.index_copy_(-1, self.ids_V, logits_BNV)
+
+
+def selected(logits_BNV: Tensor, part_BNR: Tensor, correction_VR: Tensor, ids_BNC: Tensor) -> Tensor:
+    """The corrected logits of some tokens, [B, N, C]: only their rows of the correction are read."""
+    rows_BNCR = correction_VR[ids_BNC].to(part_BNR.dtype)
+    return logits_BNV.gather(-1, ids_BNC) + (rows_BNCR @ part_BNR[..., None]).squeeze(-1)
