@@ -67,6 +67,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], str]] = {  # name -> head, its setti
     "dflash": ("dflash", BLOCK, "tiny"),
     "dflash, Qwen3": ("dflash", BLOCK, "qwen3"),
     "jetspec": ("jetspec", BLOCK, "tiny"),
+    "dflash2": ("dflash2", BLOCK | {"rank": 32}, "tiny"),
     "dspark": ("dspark", BLOCK | {"rank": 32}, "tiny"),
     "domino": ("domino", BLOCK | {"rank": 32, "gru": 96}, "tiny"),
     "draft_lm": ("draft_lm", {"config": DRAFT}, "tiny"),
@@ -151,8 +152,8 @@ def compare(sglang: Sglang, name: str, served: Path, folder: Path) -> dict[str, 
         "unread": sglang.unread(folder, tensors),
         "compared": len(pairs),
         "depths": max(d for _, d in theirs),
-        "largest_logit": max(b.abs().max().item() for _, b in pairs),
-        "largest_difference": max((a - b).abs().max().item() for a, b in pairs),
+        "largest_logit": max(b[b.isfinite()].abs().max().item() for _, b in pairs),
+        "largest_difference": max(torch.where(a == b, 0.0, (a - b).abs()).max().item() for a, b in pairs),  # -inf is -inf
     }
 
 

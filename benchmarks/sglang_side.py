@@ -197,10 +197,24 @@ class Sglang:
             elif model.projector_type == "domino":
                 rows = self.corrected(model, target, slots, before)
                 self.check_walk(model, target, slots, before[:1])
+            elif getattr(model, "candidate_selector", None) is not None:
+                rows = self.selected(model, head, slots[1:], before)
             else:
                 rows = (slots @ head.T)[1:]
             found |= {(t, d): row for d, row in enumerate(rows, start=1)}
         return found
+
+    def selected(self, model: Any, head: Tensor, slots: Tensor, before: Tensor) -> Tensor:
+        """DFlash 2's logits after these tokens, [block - 1, vocabulary], -inf where a token is no candidate."""
+        logits = slots @ head.T
+        ids = logits.topk(model.candidate_selector.top_k).indices
+        unary = model._transform_unary_logits(logits.gather(1, ids))
+        rows = torch.full_like(logits, -torch.inf)
+        for e in range(len(ids)):  # a slot at a time, each behind its own anchor
+            slot = slice(e, e + 1)
+            states = {"candidate_ids": ids[None, slot], "unary_logits": unary[None, slot], "hidden_states": slots[None, slot]}
+            rows[e, ids[e]] = model.candidate_selector.build_lattice(**states, anchor_token_ids=before[slot])[0, 0, 0]
+        return rows
 
     def corrected(self, model: Any, target: Any, slots: Tensor, before: Tensor) -> Tensor:
         """Domino's logits after these tokens, [block - 1, vocabulary]: SGLang does not ask for the deepest."""
