@@ -165,29 +165,34 @@ KNOWN: WeakKeyDictionary[Target, WeakKeyDictionary[Any, dict[Any, Auto]]] = Weak
 
 
 def known_of(target: Target, proposer: Any) -> dict[Any, Auto]:
-    """The measurements of this target with this drafter or proposer in this process, by policy, temperature (and number of sequences)."""
+    """The measurements of this target with this drafter or proposer in this process, by policy, rule, heat (and number of sequences)."""
     guesser = proposer.drafter if isinstance(proposer, Drafting) else proposer
     return KNOWN.setdefault(target, WeakKeyDictionary()).setdefault(guesser, {})
 
 
-def found_of(target: Target, proposer: Any, policy: TreePolicy, temperature: float) -> Auto | None:
+def key_of(policy: TreePolicy, sampling: SamplingParams) -> tuple[TreePolicy, str, int]:
+    """The key of a measurement for one sequence that is decoded alone."""
+    return policy, sampling.rule, heat_of(sampling.temperature)
+
+
+def found_of(target: Target, proposer: Any, policy: TreePolicy, sampling: SamplingParams) -> Auto | None:
     """The measurement of this policy for one sequence, made by either decoding path; None: there is none yet."""
-    known, heat = known_of(target, proposer), heat_of(temperature)
-    return known.get((policy, heat)) or known.get((policy, 1, heat))
+    known, key = known_of(target, proposer), key_of(policy, sampling)
+    return known.get(key) or known.get((*key, 1))
 
 
-def auto_of(policy: TreePolicy, target: Target, proposer: Proposer, temperature: float, generate: Callable[..., Any]) -> Auto:
+def auto_of(policy: TreePolicy, target: Target, proposer: Proposer, sampling: SamplingParams, generate: Callable[..., Any]) -> Auto:
     """The costs for sequences that are decoded alone, by ``decode.generate``; measured at the first call, then the same for all. A
     meaningless text is continued for it: the time of a round hardly depends on the guesses, once trees grow to their full depth. (``least``
     would end them earlier in this text, where the drafter is unsure, than in others.)
     """
-    known, key = known_of(target, proposer), (policy, heat_of(temperature))
+    known, key = known_of(target, proposer), key_of(policy, sampling)
     if key in known:
         return known[key]
-    shapes = shapes_of(policy, heat_of(temperature))
+    shapes, how = shapes_of(*key), SamplingParams(sampling.temperature, rule=sampling.rule)
     most = target.shape.max_positions
     prompt = [i % target.shape.vocab_size for i in range(max(min(48, most // 2), 1))]
-    how: dict[str, Any] = {"new_tokens": min(ROUNDS * (1 + policy.depth), most - len(prompt)), "sampling": SamplingParams(temperature)}
+    new_tokens = min(ROUNDS * (1 + policy.depth), most - len(prompt))
 
     def block(shape: TreePolicy | None) -> float:
         times = [now()]
@@ -199,7 +204,8 @@ def auto_of(policy: TreePolicy, target: Target, proposer: Proposer, temperature:
 
         with suppress(_Enough):  # tick is called with tokens on the host, so it marks a round's end on any device
             full = None if shape is None else replace(shape, least=0.0)
-            generate(target, None if shape is None else proposer, prompt, policy=full, stop_ids=(), on_tokens=tick, **how)
+            guesser = None if shape is None else proposer
+            generate(target, guesser, prompt, new_tokens=new_tokens, policy=full, sampling=how, stop_ids=(), on_tokens=tick)
         first, *rounds = [b - a for a, b in zip(times[1:], times[2:], strict=False)] or [inf]  # without reading the prompt
         if rounds:
             (plain if shape is None else extra).append(_settled(rounds) if shape is None else first - _settled(rounds))
@@ -210,7 +216,7 @@ def auto_of(policy: TreePolicy, target: Target, proposer: Proposer, temperature:
     costs = _over_plain(shapes, block)
     reading = max(median(extra) / median(plain) / len(prompt), 0.0) if plain and extra else 0.0
     *costs, reading = _agreed([*costs, reading], target)
-    known[key] = Auto(shapes, costs, _prior(proposer, temperature > 0), reading)
+    known[key] = Auto(shapes, costs, _prior(proposer, sampling.temperature > 0), reading)
     return known[key]
 
 
@@ -238,10 +244,10 @@ def auto_of_rounds(rounds: Any, kind: Any, warp: LogitsWarper, long: float | Non
     """The costs for the sequences that the engine holds (``Rounds``), which stay as they are; measured once for each kind of round.
     ``long``: seconds of a turn instead of ``LONG``.
     """
-    known, key = known_of(rounds.target, rounds.drafter), (kind.policy, kind.n, warp.heat)
+    known, key = known_of(rounds.target, rounds.drafter), (kind.policy, rounds.rule, warp.heat, kind.n)
     if key in known:
         return known[key]
-    put_back, shapes, now = rounds.snapshot(), shapes_of(kind.policy, warp.heat), clock_of(rounds.target)
+    put_back, shapes, now = rounds.snapshot(), shapes_of(*key[:3]), clock_of(rounds.target)
 
     def wait() -> None:
         if rounds.device.type == "cuda":

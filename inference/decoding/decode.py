@@ -19,12 +19,12 @@ from torch import Tensor
 
 from headstart.heads.base import Roots
 from headstart.heads.errors import UserError
-from headstart.inference.decoding.auto import WORTH, Auto, Pace, Past, auto_of, known_of
+from headstart.inference.decoding.auto import WORTH, Auto, Pace, Past, auto_of, key_of, known_of
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.counter_rng import CounterRNG
 from headstart.inference.decoding.policy import MOST_READS, TreePolicy
 from headstart.inference.decoding.propose import Proposer
-from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams, heat_of, hold_stops, wide
+from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams, hold_stops, wide
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
 from headstart.inference.decoding.verify import choose_alone, rule_of, seen_rows
@@ -177,9 +177,9 @@ def _choices(
         policy.check(sampling.rule)
     if proposer is None or policy is None or policy.kind != "auto":
         return policy, None
-    if new_tokens < WORTH and (policy, heat_of(sampling.temperature)) not in known_of(target, proposer):
+    if new_tokens < WORTH and key_of(policy, sampling) not in known_of(target, proposer):
         return None, None
-    return policy, auto_of(policy, target, proposer, sampling.temperature, generate)
+    return policy, auto_of(policy, target, proposer, sampling, generate)
 
 
 class SequenceState:

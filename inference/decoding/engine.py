@@ -58,7 +58,7 @@ class Engine:
         for tree in (p for p in plans.values() if p is not None):
             tree.check(rule)
             self.auto = self.auto or tree.kind == "auto"
-            shapes += [*shapes_of(tree, 0), *shapes_of(tree, 2)]
+            shapes += [*shapes_of(tree, rule, 0), *shapes_of(tree, rule, 2)]
         self.rounds = Rounds(target, drafter, sequences, max_length, shapes, rule, WAITS if self.auto else 0, graphs)
         self.late = target.device.type == "cuda"
         self.places: list[Row | None] = [None] * sequences
@@ -195,7 +195,7 @@ class Engine:
 
     def _choose(self, kind: Kind, rows: list[Row], warp: LogitsWarper) -> TreePolicy | None:
         """The shape of the next round under an auto policy, the same for all rows; None: no drafting."""
-        known = (kind.policy, kind.n, warp.heat) in known_of(self.target, self.drafter)
+        known = (kind.policy, self.rule, warp.heat, kind.n) in known_of(self.target, self.drafter)
         full = self.owed >= self.rounds.waits  # measuring runs plain rounds, whose rows must find room to wait
         if not known and (full or max(row.most - len(row.tokens) for row in rows) < WORTH):
             return None

@@ -29,8 +29,8 @@ class TreePolicy:
     ``chain`` (depth): one guess after the other. ``fixed`` (paths): the same tree every time. ``dynamic`` (depth, nodes, branch, expand,
     least): the ``expand`` best nodes of each level are expanded (2406.16858). ``best_first`` (depth, nodes, branch, least): every node
     that can still be among the ``nodes`` best is expanded. ``auto`` (depth, nodes, branch, expand, least):
-    chosen anew every round: a chain, or the dynamic tree of these settings, at warm temperatures a ``caterpillar`` of as many nodes (of
-    these settings it uses depth, nodes and branch).
+    chosen anew every round: a chain, or the dynamic tree of these settings, or a ``caterpillar`` of as many nodes where that is accepted
+    further (``fixes_tree``; of these settings it uses depth, nodes and branch).
 
     ``paths`` are child ranks from the root row (2401.10774): (0,) is the likeliest first guess, (0, 1) the second likeliest after it.
     ``nodes`` is the most that a dynamic or best-first tree keeps; for chains and fixed trees nodes, branch and depth follow from the
@@ -99,18 +99,19 @@ class TreePolicy:
         if RULES[rule].chain_only and self.kind == "auto" and self.nodes > 1:
             raise UserError(f"the rule {rule} verifies chains: with kind auto set nodes=1 (no trees), or take the rule auto")
         if RULES[rule].draw != "top_plus_one" and not self.planned:
-            raise UserError(f"the rule {rule} needs a tree whose shape is fixed beforehand: use kind fixed, or the rule top_plus_one")
+            raise UserError(f"the rule {rule} needs a tree fixed beforehand: use kind fixed, or the rule auto or top_plus_one")
         return rule
 
     def own_shape(self, rule: str, heat: int) -> TreePolicy:
-        """The shape that an auto policy's settings describe, whatever it costs: a dynamic tree, at warm temperatures a caterpillar
-        (``heat``: see ``sampling.heat_of``), or a chain where ``rule`` or ``nodes`` allows no tree. Any other policy is returned as it is.
+        """The shape that an auto policy's settings describe, whatever it costs: a dynamic tree or a caterpillar (``fixes_tree``), or a
+        chain where ``rule`` or ``nodes`` allows no tree. Any other policy is returned as it is.
         """
         if self.kind != "auto":
             return self
         if self.nodes < 2 or RULES[rule_of(rule, self)].chain_only:
             return TreePolicy("chain", depth=self.depth)
-        return caterpillar(self.depth, self.nodes, self.branch) if heat == 2 else replace(self, kind="dynamic")
+        fixed = fixes_tree(rule, heat)
+        return caterpillar(self.depth, self.nodes, self.branch) if fixed else replace(self, kind="dynamic")
 
     def at_most(self, depth: int) -> TreePolicy:
         """This policy, cut to at most ``depth`` >= 1 levels."""
@@ -148,6 +149,14 @@ def by_level(path: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
     return len(path), path
 
 
+def fixes_tree(rule: str, heat: int) -> bool:
+    """Whether an auto policy's tree is a ``caterpillar`` and no dynamic tree: at warm temperatures (``heat``: see ``sampling.heat_of``),
+    under a rule that a fixed shape allows more draws. Under ``top_plus_one``, which draws one child a row of any tree, a dynamic tree is
+    accepted further at every temperature (docs/results.md).
+    """
+    return heat == 2 and rule != "top_plus_one"
+
+
 def caterpillar(depth: int, nodes: int, branch: int) -> TreePolicy:
     """A fixed tree: a chain of ``depth`` guesses, and the other nodes beside its guesses, at most ``branch`` children to a row.
 
@@ -162,9 +171,9 @@ def caterpillar(depth: int, nodes: int, branch: int) -> TreePolicy:
     return TreePolicy("fixed", paths=tuple(chain + beside)) if beside else TreePolicy("chain", depth=depth)
 
 
-def shapes_of(policy: TreePolicy, heat: int) -> list[TreePolicy]:
-    """The shapes of an auto policy: chains up to its depth, and a tree in two sizes (dynamic, or at warm temperatures a caterpillar;
-    ``heat``: see ``sampling.heat_of``) where its nodes and depth allow one. Of another policy: itself.
+def shapes_of(policy: TreePolicy, rule: str, heat: int) -> list[TreePolicy]:
+    """The shapes of an auto policy: chains up to its depth, and a tree in two sizes (dynamic, or a caterpillar: ``fixes_tree``) where its
+    nodes and depth allow one. Of another policy: itself.
     """
     if policy.kind != "auto":
         return [policy]
@@ -172,7 +181,7 @@ def shapes_of(policy: TreePolicy, heat: int) -> list[TreePolicy]:
     if policy.nodes < 2 or policy.depth < 2:
         return chains
     depths = dict.fromkeys(min(d, policy.depth) for d in (3, policy.depth))
-    if heat == 2:
+    if fixes_tree(rule, heat):
         trees = (caterpillar(d, max(round(policy.nodes * d / policy.depth), 2), policy.branch) for d in depths)
         return list(dict.fromkeys([*chains, *trees]))
     return [*chains, *(replace(policy, kind="dynamic").at_most(d) for d in depths)]

@@ -65,7 +65,7 @@ def _expected(rounds: Rounds, plan: Plan) -> Iterator[tuple[Kind, LogitsWarper]]
     for padded_length, how, n in product(lengths, HOWS, sizes):
         warp = LogitsWarper({name: column[:n] for name, column in rounds.warps.items()}, **how)
         for policy in dict.fromkeys(plan(load) for load in range(n // 2 + 1, n + 1)):
-            shapes = [] if policy is None else shapes_of(policy, warp.heat)
+            shapes = [] if policy is None else shapes_of(policy, rounds.rule, warp.heat)
             if policy is not None and policy.kind == "auto" and padded_length == rounds.padded_length(1) and not how["penalty"]:
                 shapes.append(policy)
             for shape in (None, *shapes):

@@ -67,8 +67,7 @@ class Contender:
         self.shapes = {("tree", t): self.policy.own_shape(sampling.rule, heat_of(t)) for t in TEMPERATURES}
         self.shapes |= {("chain", t): TreePolicy("chain", depth=self.policy.depth) for t in TEMPERATURES if own_chain}
         self.shapes |= {("auto", t): self.policy for t in TEMPERATURES if self.policy.kind == "auto"}
-        trees = [*self.shapes.values()]
-        self.decoder = Decoder(target, self.guesser, self.policy, trees=trees, rule=sampling.rule, max_length=longest)
+        self.decoder = Decoder(target, self.guesser, self.policy, trees=[*self.shapes.values()], rule=sampling.rule, max_length=longest)
         self.made = {key: [] for key in self.shapes}
         self.truth = Truth(target, self.drafter) if self.drafter is not None and self.guesser is self.drafter else None
 
@@ -80,7 +79,8 @@ class Contender:
 
     def auto(self) -> dict[int, dict[TreePolicy, float]]:
         """For an auto policy, temperature -> shape -> measured cost of a round over a plain one."""
-        found = {t: found_of(self.decoder.target, self.guesser, self.policy, t) for t in TEMPERATURES}
+        hows = {t: SamplingParams(t, rule=self.decoder.rule) for t in TEMPERATURES}
+        found = {t: found_of(self.decoder.target, self.guesser, self.policy, how) for t, how in hows.items()}
         return {t: dict(zip(auto.shapes, auto.costs, strict=True)) for t, auto in found.items() if auto is not None}
 
     def expect(self, prompt: Sequence[int], new_tokens: int, how: Mapping[int, SamplingParams]) -> None:

@@ -26,13 +26,13 @@ from torch import Tensor
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
 from headstart.heads.memory import Slots
-from headstart.inference.decoding.auto import found_of, known_of
+from headstart.inference.decoding.auto import found_of, key_of, known_of
 from headstart.inference.decoding.counter_rng import CounterRNG
 from headstart.inference.decoding.decode import Generation, SequenceState, run
 from headstart.inference.decoding.info import TargetInfo
 from headstart.inference.decoding.policy import TreePolicy, fit_depth
 from headstart.inference.decoding.propose import Drafting, Proposer
-from headstart.inference.decoding.sampling import SamplingParams, heat_of
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
 from headstart.inference.decoding.verify import RULES, rule_of
@@ -188,13 +188,12 @@ def replay(
         return Generation(ended="length")
     proposer = Drafting(guesser.eval()) if isinstance(guesser, Drafter) else guesser
     policy = fit_depth(policy, guesser) if isinstance(guesser, Drafter) else policy
-    key = (policy, heat_of(sampling.temperature))
     if policy.kind == "auto":
-        auto = None if measured is None else found_of(measured, guesser, policy, sampling.temperature)
+        auto = None if measured is None else found_of(measured, guesser, policy, sampling)
         if auto is None:
             raise UserError(
                 "decode=auto chooses by what rounds cost here, which nobody has measured: give a shape (decode=chain, dynamic, ..)"
             )
-        known_of(recorded, guesser)[key] = auto  # type: ignore[arg-type]
+        known_of(recorded, guesser)[key_of(policy, sampling)] = auto  # type: ignore[arg-type]
     told = ReplayedState(recorded, new_tokens or len(recorded.said), replace(sampling, seed=sampling.seed + REPEATS))
     return run(told, proposer, policy)

@@ -45,7 +45,7 @@ class Truth:
         temperature 0 and of chains; those of an auto policy whose rounds were not timed. ``decoded_by``: if not by ``drafter``.
         """
         sampled = sampling.temperature > 0
-        auto = shape.kind != "auto" or found_of(self.target, decoded_by or self.drafter, shape, sampling.temperature) is not None
+        auto = shape.kind != "auto" or found_of(self.target, decoded_by or self.drafter, shape, sampling) is not None
         if not made.emitted or not auto or (sampling.repetition_penalty != 1 and (sampled or shape.kind == "chain")):
             return
         expected, decoded = self.found[kind, sampled]

@@ -25,7 +25,7 @@ from headstart.inference.decoding.decode import Generation, generate
 from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.policy import AUTO, TreePolicy, shapes_of
 from headstart.inference.decoding.propose import Drafting
-from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams, heat_of
+from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.proposers.ngram import Ngram
 from tests.drafters import make, random_tokens
@@ -41,12 +41,12 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, float]], No
     """Costs that are given instead of measured, by the names of shapes."""
 
     def give(costs: dict[str, float]) -> None:
-        def of(policy: TreePolicy, heat: int) -> Auto:
-            shapes = shapes_of(policy, heat)
+        def of(policy: TreePolicy, rule: str, heat: int) -> Auto:
+            shapes = shapes_of(policy, rule, heat)
             return Auto(shapes, [costs.get(str(shape), 9.0) for shape in shapes])
 
-        monkeypatch.setattr(decode, "auto_of", lambda policy, target, proposer, temperature, *_: of(policy, heat_of(temperature)))
-        monkeypatch.setattr(engine, "auto_of_rounds", lambda rounds, kind, warp: of(kind.policy, warp.heat))
+        monkeypatch.setattr(decode, "auto_of", lambda policy, target, proposer, sampling, *_: of(*auto.key_of(policy, sampling)))
+        monkeypatch.setattr(engine, "auto_of_rounds", lambda rounds, kind, warp: of(kind.policy, rounds.rule, warp.heat))
         monkeypatch.setattr(decode, "WORTH", 0)
         monkeypatch.setattr(engine, "WORTH", 0)
 
@@ -189,7 +189,7 @@ def test_expected_tokens_by_hand() -> None:
 
 
 def test_chains_that_were_not_measured_lie_on_lines() -> None:
-    shapes = shapes_of(TreePolicy("auto", depth=8, nodes=1), 0)
+    shapes = shapes_of(TreePolicy("auto", depth=8, nodes=1), "auto", 0)
     blocks = []
 
     def block(shape: TreePolicy | None) -> float:
@@ -212,7 +212,7 @@ def test_putting_sequences_back_is_no_part_of_a_round(monkeypatch: pytest.Monkey
 
     target = tiny_target()
     device, drafter = torch.device("cpu"), make("eagle", target)
-    held = SimpleNamespace(target=target, drafter=drafter, device=device, snapshot=lambda: put_back, run=run)
+    held = SimpleNamespace(target=target, drafter=drafter, rule="auto", device=device, snapshot=lambda: put_back, run=run)
     monkeypatch.setattr(auto, "clock_of", lambda target: lambda: clock[0])
     kind = rounds.Kind(1, 64, TreePolicy("auto", depth=4, nodes=1), tap=True, likely=0, hold=False)
     found = auto.auto_of_rounds(held, kind, LogitsWarper.of([SamplingParams()]))
@@ -232,7 +232,7 @@ def test_where_nothing_gains_it_is_tried_ever_more_rarely() -> None:
 
 
 def test_a_machine_that_slows_down_meanwhile_does_not_change_what_rounds_cost() -> None:
-    shapes, speed = shapes_of(TreePolicy("auto", depth=2, nodes=1), 0), [1.0]
+    shapes, speed = shapes_of(TreePolicy("auto", depth=2, nodes=1), "auto", 0), [1.0]
 
     def block(shape: TreePolicy | None) -> float:
         if shape is None:
@@ -256,7 +256,7 @@ def test_what_others_run_beside_it_does_not_change_what_rounds_cost(monkeypatch:
     seconds = {"ran": 0.0, "passed": 0.0}
     monkeypatch.setattr(auto, "time", Clocks)
     asked = TreePolicy("auto", depth=2, nodes=1)
-    assert auto.auto_of(asked, tiny_target(), Ngram(), False, generate).costs == [2.0, 2.0]
+    assert auto.auto_of(asked, tiny_target(), Ngram(), SamplingParams(), generate).costs == [2.0, 2.0]
 
 
 def test_trees_are_measured_at_their_full_depth(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +269,7 @@ def test_trees_are_measured_at_their_full_depth(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(auto, "TURNS", 1)
     asked = TreePolicy("auto", depth=4, nodes=15, branch=4, expand=2, least=0.9)
-    found = auto.auto_of(asked, target, Drafting(make("eagle", target)), False, watched)
+    found = auto.auto_of(asked, target, Drafting(make("eagle", target)), SamplingParams(), watched)
     trees = [shape for shape in shapes if shape is not None and shape.kind == "dynamic"]
     assert [(tree.depth, tree.least) for tree in trees] == [(3, 0.0), (4, 0.0)]
     assert {shape.least for shape in found.shapes if shape.kind == "dynamic"} == {0.9}, "what decodes is as it was asked for"
@@ -288,7 +288,7 @@ def test_where_nothing_gains_no_prompt_is_read_for_a_try() -> None:
 
 
 def test_a_gain_is_taken_and_given_up_with_the_acceptance() -> None:
-    shapes = shapes_of(TreePolicy("auto", depth=4, nodes=1), 0)
+    shapes = shapes_of(TreePolicy("auto", depth=4, nodes=1), "auto", 0)
     own, pace = Auto(shapes, [1.2, 1.4, 1.6, 1.8]), Pace(credit=0.0)
     good, bad = Past(), Past()
     for _ in range(20):
@@ -296,6 +296,23 @@ def test_a_gain_is_taken_and_given_up_with_the_acceptance() -> None:
         bad.learn(True, 4, 0)
     assert pace.choose(own, [good]) == shapes[-1] and pace.choose(own, [bad]) is None
     assert Pace(credit=0.0).choose(own, [good] * 9 + [bad]) == shapes[-1], "what gains over all of them"
+
+
+@pytest.mark.parametrize("rule", ["auto", "top_plus_one"])
+def test_trees_are_of_the_rule_that_verifies_them(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In both paths, measurements included. The sequences of an engine may leave the rule to it."""
+    monkeypatch.setattr(auto, "KNOWN", WeakKeyDictionary())
+    monkeypatch.setattr(auto, "_over_plain", lambda shapes, block: [9.0 if shape.kind == "chain" else 1.01 for shape in shapes])
+    target, prompt, warm = TARGET(), random_tokens(5, seed=2), {"auto": "fixed", "top_plus_one": "dynamic"}[rule]
+    drafter, how = make("eagle", target), SamplingParams(1.0, rule=rule)
+    alone = generate(target, Drafting(drafter), prompt, new_tokens=auto.WORTH, policy=AUTO, sampling=how, stop_ids=())
+    own = Engine(target, drafter, sequences=1, max_length=64, plans=AUTO, rule=rule)
+    rows = [own.run([prompt], new_tokens=auto.WORTH + 8, sampling=[each], stop_ids=())[0] for each in (how, SamplingParams(1.0))]
+    for made in (alone, *rows):
+        assert {shape.kind for shape in made.shapes if shape is not None} == {warm}
+    assert known_of(target, drafter).keys() == {(AUTO, rule, 2), (AUTO, rule, 2, 1)}
+    assert auto.found_of(target, drafter, AUTO, how) is known_of(target, drafter)[AUTO, rule, 2]
+    assert auto.found_of(target, drafter, AUTO, SamplingParams(1.0, rule="block")) is None
 
 
 def test_nothing_is_measured_for_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,7 +369,7 @@ def test_a_server_measures_before_anybody_waits(monkeypatch: pytest.MonkeyPatch)
     drafter = make("eagle", target)
     own = Engine(target, drafter, sequences=3, max_length=96, plans=SMALL)
     own.warm_up()
-    measured = {(SMALL, n, heat) for n in (1, 2, 3) for heat in (0, 1, 2)}
+    measured = {(SMALL, "auto", heat, n) for n in (1, 2, 3) for heat in (0, 1, 2)}
     assert own.rounds.graphs is None and known_of(target, drafter).keys() == measured
     each = [SamplingParams((0, 1, 0.3)[i % 3], top_k=5 * (i > 2)) for i in range(6)]
     own.run([random_tokens(4 + s, seed=s) for s in range(6)], new_tokens=auto.WORTH + 6, sampling=each)

@@ -72,14 +72,22 @@ def test_a_caterpillar_is_a_chain_with_siblings_beside_its_first_guesses() -> No
     assert caterpillar(2, 99, 3).nodes == 6
     assert AUTO.own_shape("auto", heat=2) == shape and {AUTO.own_shape("auto", heat).kind for heat in (0, 1)} == {"dynamic"}
     assert AUTO.own_shape("block", heat=2) == TreePolicy("chain", depth=8)
-    warm, cold, cool = (shapes_of(AUTO, heat) for heat in (2, 0, 1))
+    assert AUTO.own_shape("top_plus_one", heat=2).kind == "dynamic"
+    warm, cold, cool = (shapes_of(AUTO, "auto", heat) for heat in (2, 0, 1))
     assert (
         warm[-1] == shape
         and {s.kind for s in warm} == {"chain", "fixed"}
         and {s.kind for s in cold} == {"chain", "dynamic"}
         and cool == cold
     )
-    assert shapes_of(shape, 2) == [shape]
+    assert shapes_of(shape, "auto", 2) == [shape] and shapes_of(AUTO, "top_plus_one", 2) == cold
+
+
+@pytest.mark.parametrize("rule", ["traversal", "without_replacement", "multi_round"])
+def test_rules_that_need_a_tree_fixed_beforehand_name_those_that_do_not(rule: str) -> None:
+    for policy in (AUTO, TreePolicy(), TreePolicy("best_first")):
+        with pytest.raises(UserError, match=f"the rule {rule} needs a tree fixed beforehand: .* or the rule auto or top_plus_one"):
+            policy.check(rule)
 
 
 @pytest.mark.parametrize("ids", [None, [6, 0, 3, 2]])

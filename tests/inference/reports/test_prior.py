@@ -14,6 +14,7 @@ from headstart.inference.decoding.auto import Auto, Pace, Past, auto_of, known_o
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.policy import AUTO, TreePolicy, shapes_of
 from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.reports import prior
 from headstart.inference.speculator import open_speculator
@@ -89,7 +90,7 @@ def test_shares_are_those_that_decoding_finds(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_auto_begins_with_what_the_folder_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = shapes_of(TreePolicy("auto", depth=8, nodes=1), 0)
+    shapes = shapes_of(TreePolicy("auto", depth=8, nodes=1), "auto", 0)
     costs = [1.6 + 0.2 * shape.depth for shape in shapes]
 
     def first(shares: list[float]) -> TreePolicy | None:
@@ -101,5 +102,5 @@ def test_auto_begins_with_what_the_folder_says(monkeypatch: pytest.MonkeyPatch) 
     drafter.acceptance = SHARES
     monkeypatch.setattr("headstart.inference.decoding.auto._over_plain", lambda shapes, block: [1.0] * len(shapes))
     for sampled in (False, True):
-        assert auto_of(AUTO, target, Drafting(drafter), sampled, generate).prior == SHARES[sampled]
+        assert auto_of(AUTO, target, Drafting(drafter), SamplingParams(float(sampled)), generate).prior == SHARES[sampled]
     assert known_of(target, drafter)
