@@ -193,15 +193,9 @@ class _Sums:
         judge = self._in_strips if self.in_kernel is None else self._in_a_kernel
         judge(chunk, said_CV, data_C, roots, places, logits)
         for unembedding, depths, parts, grad_RV, selection in products:
-            corrected: list[Tensor] = []  # gradient of the part that a selector reads
-            if selection is not None:
-                self._select(selection, depths, roots)
-            if self.grad and selection is not None and unembedding.correction_VR is not None:
-                key, weight_R = id(unembedding.correction_VR), torch.cat([self.weight_KP[k, roots[k]] for k in depths])
-                known = (grad_RV, parts[1], self.cast[key], self.grads_VH.get(key))
-                corrected = [selection.backward(self.selector * weight_R, *known)]
+            done = [] if selection is None else self._select(selection, id(unembedding.correction_VR), depths, roots, grad_RV, parts[1])
             if self.grad:  # the judge has overwritten the logits with their gradient
-                self._products(unembedding, depths, asked, parts, grad_RV, corrected)
+                self._products(unembedding, depths, asked, parts, grad_RV, done)
 
     def _in_a_kernel(
         self, chunk: Chunk, said_CV: Tensor, data_C: Tensor, roots: Sequence[Tensor], places: Sequence[Tensor], logits: dict[int, Tensor]
@@ -250,14 +244,20 @@ class _Sums:
         if self.grad:
             logits_RV.copy_(torch.autograd.grad(loss, leaf_RV)[0])
 
-    def _select(self, selection: Selection, depths: list[int], roots: Sequence[Tensor]) -> None:
-        """Add the selector's loss. Matches and acceptance are those after the selection."""
+    def _select(
+        self, selection: Selection, matrix: int, depths: list[int], roots: Sequence[Tensor], grad_RV: Tensor, part_RX: Tensor
+    ) -> list[Tensor]:
+        """Add the selector's loss, and its gradient to that of the logits. Matches and acceptance are those after the selection. Returns
+        the gradient of ``part_RX``, in a list. ``matrix``: the id of the one that multiplies it.
+        """
         counts = [len(roots[k]) for k in depths]
-        figures = (selection.loss_R, selection.match_R, selection.alpha_R, selection.true_R)
+        weight_R = self.selector * torch.cat([self.weight_KP[k, roots[k]] for k in depths])
+        figures = (weight_R * selection.loss_R, selection.match_R, selection.alpha_R, selection.true_R)
         for k, loss_R, match_R, alpha_R, true_R in zip(depths, *(x.split(counts) for x in figures), strict=True):
-            self.loss_K[k] += self.selector * (self.weight_KP[k, roots[k]] * loss_R).sum()
+            self.loss_K[k] += loss_R.sum()
             if self.figures:
                 self.match_KP[k, roots[k]], self.alpha_KP[k, roots[k]], self.true_KP[k, roots[k]] = match_R, alpha_R, true_R
+        return [selection.backward(weight_R, grad_RV, part_RX, self.cast[matrix], self.grads_VH.get(matrix))] if self.grad else []
 
     def _products(
         self, unembedding: Unembedding, depths: list[int], asked: Sequence[Tensor], parts: list[Tensor], grad_RV: Tensor, done: list[Tensor]
