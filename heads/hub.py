@@ -25,7 +25,7 @@ from headstart.heads import seal
 from headstart.heads.base import Drafter, TargetShape
 from headstart.heads.errors import UserError
 from headstart.heads.files import put_folder
-from headstart.heads.formats import causal_lm
+from headstart.heads.formats import causal_lm, speculators
 from headstart.heads.formats.keys import architecture, shown
 from headstart.heads.renamed import arguments_of_now
 from headstart.heads.seal import OURS
@@ -194,25 +194,11 @@ def open_language_model(folder: str | Path, shape: TargetShape) -> Drafter:
 def _config(folder: Path) -> dict[str, Any]:
     """The folder's config.json as a dictionary. Raises UserError where it cannot be read or is malformed."""
     config = read_json(folder / "config.json")
-    if "speculators_config" in config and OURS not in config:
-        config = _of_speculators(config, folder)
     with seal.keys_of(folder):
+        if "speculators_config" in config and OURS not in config:
+            config = speculators.flat(config)
         architecture(config)
     return config
-
-
-def _of_speculators(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The speculators library's config.json with the nested keys of its layer moved to the top, as vLLM reads it. Raises UserError for
-    other kinds.
-    """
-    kind, layer = config.get("speculators_model_type"), config.get("transformer_layer_config")
-    if kind not in ("eagle3", "peagle") or not isinstance(layer, dict):
-        raise UserError(
-            f"{folder / 'config.json'}: of the speculators library, of the kind {shown(kind)}: only its eagle3 and peagle are read here"
-        )
-    own = ("transformer_layer_config", "speculators_config", "speculators_model_type", "speculators_version", "auto_map")
-    said = {key: value for key, value in config.items() if key not in own and value is not None}
-    return {"norm_before_residual": kind == "eagle3", **layer, **said, "architectures": ["LlamaForCausalLMEagle3"]}
 
 
 def _foreign(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape, folder: Path) -> tuple[str, dict[str, Any]]:

@@ -153,6 +153,43 @@ def test_engines_compute_what_we_do(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("name", ["dflash", "dflash2", "dspark"])
+def test_folders_of_the_speculators_library_load(name: str, tmp_path: Path) -> None:
+    """As its 0.9.0 writes them (EXPERIMENTS.md, 2026-11-26: its own classes compute our logits)."""
+    folder, path = tmp_path / "s", tmp_path / "s" / "config.json"
+    saved(name, folder)
+    ours = hub.load(folder, TARGET().shape)
+    said = json.loads(path.read_text())
+    said |= said.pop("dflash_config", {})
+    keys = ("mask_token_id", "block_size", "sample_from_anchor", "markov_rank", "markov_head_type", "enable_confidence_head",
+            "confidence_head_with_markov", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")  # fmt: skip
+    own = {key: said.pop(key) for key in keys if key in said}
+    for key in ("headstart", "architectures", "is_causal", "num_target_layers"):
+        del said[key]
+    taps = [k + 1 for k in said.pop("target_layer_ids")]
+    own |= {"aux_hidden_state_layer_ids": taps, "draft_vocab_size": 96, "target_hidden_size": None, "sliding_window_non_causal": True}
+    own |= {"speculators_model_type": name, "speculators_version": "0.9.0", "speculators_config": {}, "auto_map": {}}
+
+    def load(**changes: Any) -> Any:
+        outside = {"sample_from_anchor": False, "architectures": ["DFlashDraftModel"], "transformer_layer_config": said} | own | changes
+        path.write_text(json.dumps(outside))
+        return hub.load(folder, TARGET().shape)
+
+    loaded = load()
+    assert loaded.config == ours.config | dict(heads=2, kv_heads=1, intermediate_size=48)  # said, where ours took the target's
+    assert all(torch.equal(loaded.state_dict()[k], v) for k, v in ours.state_dict().items())
+    other = name != "dspark"  # of the two layouts of a block
+    for changes, message in [
+        ({"sample_from_anchor": other}, f"sample_from_anchor={other}"),
+        ({"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids=None, expected a list of layers"),
+        ({"draft_vocab_size": 50}, "draft_vocab_size=50"),
+        ({"transformer_layer_config": said | {"layer_types": ["sliding_attention"] * 2}}, "layers with a sliding window"),
+        ({"mask_token_id": None}, "mask_token_id"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            load(**changes)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("draft_vocab", [None, [0, 2, 3, 5, 8, 13, 21, 34, 55, 89]])
 def test_parallel_eagle_is_eagle_with_masks(draft_vocab: list[int] | None, tmp_path: Path) -> None:

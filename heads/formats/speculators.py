@@ -1,0 +1,28 @@
+"""Folders of the speculators library: their config.json in the flat form that the other modules here read, with vLLM's defaults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headstart.heads.errors import UserError
+from headstart.heads.formats.dflash import DFLASH, DFLASH2, DSPARK
+from headstart.heads.formats.keys import layers, shown
+
+EAGLE3 = "LlamaForCausalLMEagle3"
+ARCHITECTURES = {"eagle3": EAGLE3, "peagle": EAGLE3, "dflash": DFLASH, "dflash2": DFLASH2, "dspark": DSPARK}  # by speculators_model_type
+LIBRARY = ("transformer_layer_config", "speculators_config", "speculators_model_type", "speculators_version", "auto_map")
+
+
+def flat(config: dict[str, Any]) -> dict[str, Any]:
+    """The nested keys of its layer moved to the top, and its own in the words of flat folders. Raises UserError for other kinds."""
+    kind, layer = config.get("speculators_model_type"), config.get("transformer_layer_config")
+    if kind not in ARCHITECTURES or not isinstance(layer, dict):
+        known = ", ".join(ARCHITECTURES)
+        raise UserError(f"of the speculators library, of the kind {shown(kind)}: only its {known} are read here")
+    said = {key: value for key, value in config.items() if key not in LIBRARY and value is not None}
+    said |= {"architectures": [ARCHITECTURES[kind]]}
+    if ARCHITECTURES[kind] == EAGLE3:
+        return {"norm_before_residual": kind == "eagle3", **layer, **said}
+    taps = layers(said.pop("aux_hidden_state_layer_ids", None), "aux_hidden_state_layer_ids")
+    said.pop("sliding_window_non_causal", None)  # matters in layers with a window alone, which no drafter here has
+    return {"sample_from_anchor": False, **layer, **said, "target_layer_ids": [k - 1 for k in taps]}  # they count as our taps
