@@ -55,8 +55,8 @@ class Union:
 
     def propose(self, policy: TreePolicy, rng: CounterRNG, sampling: SamplingParams) -> Tree:
         """The merged tree. Under a chain policy: the last part's chain, which guesses of the other parts may continue."""
-        if sampling.temperature > 0 and sampling.rule == "traversal" and not policy.is_chain:
-            raise UserError("proposer union: the rule traversal needs a shape that is fixed beforehand, merged trees have none: rule=auto")
+        if sampling.temperature > 0 and sampling.rule in ("block", "traversal") and policy.kind != "chain":
+            raise UserError(f"proposer union: the rule {sampling.rule} verifies chains, merged trees are none: kind=chain, or rule=auto")
         branch = 1 if policy.kind == "chain" else policy.nodes
         *others, best = self.parts
         guesses = Trie(policy.nodes, branch)
@@ -84,7 +84,9 @@ def _at_most(policy: TreePolicy, nodes: int) -> TreePolicy:
     if policy.kind == "chain":
         return policy
     if policy.kind == "fixed":
-        return TreePolicy("fixed", paths=policy.paths[:nodes])  # the paths stand by level, so none loses its parent
+        # The chain of first guesses, then the others by level: so no path loses its parent. All of them by level would leave a bush, which
+        # is accepted less far at every temperature, and a lookup would guess no further than the bush is deep.
+        return TreePolicy("fixed", paths=tuple(sorted(policy.paths, key=any)[:nodes]))
     return replace(policy, nodes=nodes)
 
 

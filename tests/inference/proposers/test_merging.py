@@ -16,7 +16,7 @@ from headstart.heads.errors import UserError
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.counter_rng import CounterRNG
 from headstart.inference.decoding.decode import generate
-from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.policy import TreePolicy, caterpillar
 from headstart.inference.decoding.propose import Proposer
 from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.tree import Tree
@@ -24,7 +24,7 @@ from headstart.inference.decoding.verify import RULES, rule_of
 from headstart.inference.proposers.base import Trie
 from headstart.inference.proposers.hybrid import Hybrid
 from headstart.inference.proposers.ngram import Ngram
-from headstart.inference.proposers.union import Union
+from headstart.inference.proposers.union import Union, _at_most
 from tests.inference.decoding.test_lossless import NEW, POLICIES, PROMPTS, TARGET, Oracle, plain
 from tests.inference.decoding.test_verify import Pair, continued, law, pair
 from tests.inference.decoding.toys import ToyDrafter, drafting, outcomes, prefixes, row_index
@@ -91,8 +91,19 @@ def test_a_fixed_tree_is_shared_path_by_path() -> None:
     one, two = Paths(ONE), Paths(TWO)
     policy = POLICIES["fixed"]
     tree = Union([one, two]).propose(policy, CounterRNG.of(), SamplingParams())
-    assert (one.asked, two.asked) == (5, 7)  # the first five paths are of depth 2: it has used three
-    assert sorted(prefixes(tree)) == [(0,), (0, 1), (0, 1, 4), (0, 3), (5,)]
+    assert (one.asked, two.asked) == (5, 6)  # it has used four
+    assert sorted(prefixes(tree)) == [(0,), (0, 1), (0, 1, 2), (0, 1, 4), (0, 3), (5,)]
+
+
+def test_a_fixed_tree_keeps_its_first_guesses_when_it_is_cut() -> None:
+    """The other nodes stand beside them: by level its chain would end where theirs begin."""
+    one, two, policy = Paths(((1, 2, 3, 4, 5, 6),)), Paths(((6, 5, 4, 3, 2, 1),)), caterpillar(6, 10, 3)
+    tree = Union([one, two]).propose(policy, CounterRNG.of(), SamplingParams())
+    assert (one.asked, two.asked) == (5, 5) and {(1, 2, 3, 4, 5), (6, 5, 4, 3, 2)} <= set(prefixes(tree))
+    for whole in (policy, POLICIES["fixed"], FIXED, LINE):
+        for nodes in range(1, whole.nodes + 1):
+            cut = _at_most(whole, nodes)  # raises where a path has lost its parent or elder sibling
+            assert cut.nodes == nodes and set(cut.paths) <= set(whole.paths) and (0,) * min(nodes, whole.depth) in cut.paths
 
 
 # ---------------------------------------------------------------- exactness where something is drawn
@@ -113,9 +124,10 @@ def emitted(union: Proposer, world: Pair, policy: TreePolicy, sampling: Sampling
     return continued(found, law(world, sampling, policy.depth)), seen, accepted
 
 
-FIXED = TreePolicy("fixed", paths=((0,), (1,), (0, 0), (0, 1)))  # two of them for the part that draws
+FIXED = TreePolicy("fixed", paths=((0,), (1,), (0, 0), (0, 1), (1, 0)))  # three for the part that draws, two of them beside each other
 DYNAMIC = TreePolicy(depth=2, nodes=9, branch=2)
 LINE = TreePolicy("fixed", paths=((0,), (1,), (0, 0), (0, 0, 0)))  # the part that draws gets a chain
+STRAIGHT = TreePolicy("fixed", paths=((0,), (0, 0), (0, 0, 0)))
 DRAWN = [
     (DYNAMIC, "top_plus_one"),
     (TreePolicy("best_first", depth=2, nodes=12, branch=2), "top_plus_one"),
@@ -124,7 +136,7 @@ DRAWN = [
     (FIXED, "without_replacement"),
     (TreePolicy("chain", depth=2), "token"),
     (TreePolicy("chain", depth=3), "block"),
-    *((policy, "auto") for policy in (FIXED, LINE, DYNAMIC, TreePolicy("chain", depth=3))),
+    *((policy, "auto") for policy in (FIXED, LINE, STRAIGHT, caterpillar(3, 5, 2), DYNAMIC, TreePolicy("chain", depth=3))),
 ]
 
 
@@ -156,12 +168,14 @@ def test_the_rule_of_a_merged_tree_does_not_hang_on_what_was_drawn() -> None:
     assert {int(tree.depths_BN.max()) == len(tree) for tree in trees} == {True, False}
 
 
-def test_a_merged_tree_is_not_verified_by_traversal() -> None:
-    """Which guesses find a place in it depends on what was drawn."""
-    union, sampling = Union([Paths(((1, 2),)), drafting(pair("random", 1, 4, 2).drafter)]), SamplingParams(1.0, rule="traversal")
+@pytest.mark.parametrize("rule", ["traversal", "block"])
+def test_a_merged_tree_is_not_verified_by_traversal(rule: str) -> None:
+    """Which guesses find a place in it depends on what was drawn, also where the policy's own paths are a chain."""
+    union, sampling = Union([Paths(((1, 2),)), drafting(pair("random", 1, 4, 3).drafter)]), SamplingParams(1.0, rule=rule)
     assert rule_of("auto", union.propose(FIXED, CounterRNG.of(), SamplingParams(1.0))) == "without_replacement"
-    with pytest.raises(UserError, match="rule=auto"):
-        union.propose(FIXED, CounterRNG.of(), sampling)
+    for policy in (FIXED, STRAIGHT):
+        with pytest.raises(UserError, match=f"the rule {rule} verifies chains.*rule=auto"):
+            union.propose(policy, CounterRNG.of(), sampling)
     assert union.propose(TreePolicy("chain", depth=2), CounterRNG.of(), sampling).is_chain
 
 
