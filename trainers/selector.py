@@ -1,4 +1,4 @@
-"""The loss of a selector (heads/dflash2.py): cross-entropy to the target's likeliest token among the candidates of a guess.
+"""The loss of a selector (``Unembedding.candidates``): cross-entropy to the target's likeliest token among the candidates of a guess.
 
 Where that token is no candidate it takes the place of the weakest one, so that every guess has a right answer; matches and acceptance
 are those of the real candidates. The token before is the true one, as in every other loss.
