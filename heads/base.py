@@ -235,7 +235,8 @@ class Drafter(nn.Module, ABC):
         """Prepare it for faster decoding on a CPU, or on a GPU that has our kernels. It can then not be trained, saved, copied or moved."""
         self._size = self.size
         for depth in range(1, (self.max_depth or 1) + 1):
-            for block in self.unembedding(depth).blocks:
+            unembedding = self.unembedding(depth)
+            for block in unembedding.blocks if unembedding.candidates is None else [unembedding.weight_VH]:  # of others rows are read
                 if block is not self.ends.head_VD:  # the target's head is not the drafter's to change
                     prepack_beside(block)
         prepack(self)
