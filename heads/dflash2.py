@@ -32,6 +32,8 @@ from headstart.heads.visibility import Sees
 class LocalConv(nn.Module):
     """The two convolutions around a sublayer: ``base_kernel`` [2, K, D] (before it, after it), and both deltas from one product."""
 
+    scales = ("base_kernel",)  # vectors to the optimiser, of whatever shape
+
     def __init__(self, hidden_size: int, block: int, taps: int, group: int) -> None:
         super().__init__()
         self.block, self.taps, self.group = block, taps, group
@@ -46,12 +48,10 @@ class LocalConv(nn.Module):
         return self._convolve(sublayer(self._convolve(x_BND, 0, before)), 1, after)
 
     def _convolve(self, x_BND: Tensor, which: int, delta_BNKG: Tensor) -> Tensor:
-        x_BASD, out = x_BND.unflatten(1, (-1, self.block)), torch.zeros_like(x_BND)
-        for t, base_D in enumerate(self.base_kernel[which].to(x_BND.dtype)):
-            earlier_BND = F.pad(x_BASD, (0, 0, t, 0))[:, :, : self.block].flatten(1, 2)  # t slots back, nothing before the block
-            kernel_BNGg = base_D.unflatten(0, (-1, self.group)) + delta_BNKG[:, :, t, :, None]
-            out = out + earlier_BND * kernel_BNGg.flatten(2)
-        return out
+        x_BASD = x_BND.unflatten(1, (-1, self.block))
+        kernel_BNKD = self.base_kernel[which].to(x_BND.dtype) + delta_BNKG.repeat_interleave(self.group, -1)
+        back = [F.pad(x_BASD, (0, 0, t, 0))[:, :, : self.block].flatten(1, 2) for t in range(self.taps)]  # t slots back; none: zeros
+        return torch.stack([x * kernel_BNKD[:, :, t] for t, x in enumerate(back)]).sum(0)
 
 
 class ConvLayer(nn.Module):

@@ -70,7 +70,7 @@ class Learner(nn.Module):
             what, instead = ("detach=true", "detach=false") if detach else (f"weighting={weighting}", "weighting=decay")
             raise UserError(f"loss.{what} is of chains of guesses, {drafter.config['head']} is trained on single ones: take loss.{instead}")
         check_loss(terms, weighting, constants)
-        if set(terms) == {"selector"}:
+        if "selector" in terms and terms.keys() <= set(BESIDE):
             raise UserError("loss.terms.selector orders the candidates that a divergence finds: name one beside it, such as kl")
         check_kernel(kernel, terms, next(drafter.parameters()).device)
         self.drafter, self.decay, self.chunk, self.weighting, self.base_until = drafter, decay, chunk, weighting, base_until

@@ -26,7 +26,7 @@ from headstart.inference.decoding.sampling import wide
 from headstart.trainers.chunks import Chunk, chunks, guesses_of, strip_of
 from headstart.trainers.divergences import Divergence, Teacher, nll, overlap
 from headstart.trainers.products import Known, add, fill, times
-from headstart.trainers.selector import Said, Selection
+from headstart.trainers.selector import Selection
 from headstart.trainers.terms import Constants, kernel_of, term, weighting_of
 
 KEPT = 30 << 20  # bytes; blocks above 32 MiB no longer raise glibc's trim threshold (see _Sums)
@@ -45,7 +45,7 @@ class LossOut:
     count_K: Tensor  # supervised roots per depth
     alpha_KBT: Tensor  # acceptance probability of each guess (temperature 1), 0 where unsupervised
     true_KBT: Tensor  # the drafter's probability of the token in the data, 0 where unsupervised
-    loss_K: Tensor = field(default_factory=lambda: torch.zeros(0))  # each depth's part of the weighted divergences in loss_sum
+    loss_K: Tensor = field(default_factory=lambda: torch.zeros(0))  # each depth's part of loss_sum: divergences and selector
 
 
 def fused_loss(
@@ -173,7 +173,7 @@ class _Sums:
         row_P, A = self.row_P, self.asked
         asked = roots if row_P is None else [row_P[x] if h.shape[1] == A else x for x, h in zip(roots, self.hidden, strict=True)]
         products, logits, used = [], dict[int, Tensor](), 0
-        said = Said.of(said_CV, data_C) if self.selects else None
+        best_C = said_CV.argmax(-1) if self.selects else None
         for unembedding, depths in self.groups.values():
             hidden_RH = torch.cat([self.hidden[k].flatten(0, 1)[asked[k]].to(self.dtype) for k in depths])
             parts = unembedding.parts(hidden_RH)
@@ -182,9 +182,9 @@ class _Sums:
             used += size
             fill(logits_RV, parts[0], self.cast[id(unembedding.weight_VH)])
             selection = None
-            if said is not None and unembedding.candidates is not None:  # before the judge overwrites the logits
-                place_R, successor = torch.cat([places[k] for k in depths]), self.cast[id(unembedding.correction_VR)]
-                selection = Selection.of(logits_RV, parts[1], successor, unembedding.candidates, said, place_R)
+            if best_C is not None and unembedding.candidates is not None:  # before the judge overwrites the logits
+                best_R, matrix = best_C[torch.cat([places[k] for k in depths])], self.cast[id(unembedding.correction_VR)]
+                selection = Selection.of(logits_RV, parts[1], matrix, unembedding.candidates, best_R)
             else:
                 for part_RH, block in zip(parts[1:], unembedding.blocks[1:], strict=True):
                     logits_RV.addmm_(part_RH, self.cast[id(block)].T)
@@ -193,7 +193,11 @@ class _Sums:
         judge = self._in_strips if self.in_kernel is None else self._in_a_kernel
         judge(chunk, said_CV, data_C, roots, places, logits)
         for unembedding, depths, parts, grad_RV, selection in products:
-            done = [] if selection is None else self._select(selection, id(unembedding.correction_VR), depths, roots, grad_RV, parts[1])
+            done = list[Tensor]()
+            if selection is not None:
+                done = self._select(selection, id(unembedding.correction_VR), depths, roots, grad_RV, parts[1])
+                if self.figures:
+                    self._look(selection, said_CV, data_C, depths, roots, places)
             if self.grad:  # the judge has overwritten the logits with their gradient
                 self._products(unembedding, depths, asked, parts, grad_RV, done)
 
@@ -247,17 +251,23 @@ class _Sums:
     def _select(
         self, selection: Selection, matrix: int, depths: list[int], roots: Sequence[Tensor], grad_RV: Tensor, part_RX: Tensor
     ) -> list[Tensor]:
-        """Add the selector's loss, and its gradient to that of the logits. Matches and acceptance are those after the selection. Returns
-        the gradient of ``part_RX``, in a list. ``matrix``: the id of the one that multiplies it.
+        """Add the selector's loss, and its gradient to that of the logits. Returns the gradient of ``part_RX``, in a list. ``matrix``: the
+        id of the one that multiplies it.
         """
-        counts = [len(roots[k]) for k in depths]
         weight_R = self.selector * torch.cat([self.weight_KP[k, roots[k]] for k in depths])
-        figures = (weight_R * selection.loss_R, selection.match_R, selection.alpha_R, selection.true_R)
-        for k, loss_R, match_R, alpha_R, true_R in zip(depths, *(x.split(counts) for x in figures), strict=True):
+        for k, loss_R in zip(depths, (weight_R * selection.loss_R).split([len(roots[k]) for k in depths]), strict=True):
             self.loss_K[k] += loss_R.sum()
-            if self.figures:
-                self.match_KP[k, roots[k]], self.alpha_KP[k, roots[k]], self.true_KP[k, roots[k]] = match_R, alpha_R, true_R
         return [selection.backward(weight_R, grad_RV, part_RX, self.cast[matrix], self.grads_VH.get(matrix))] if self.grad else []
+
+    def _look(
+        self, selection: Selection, said_CV: Tensor, data_C: Tensor, depths: list[int], roots: Sequence[Tensor], places: Sequence[Tensor]
+    ) -> None:
+        """Matches and acceptance are those after the selection."""
+        place_R, counts = torch.cat([places[k] for k in depths]), [len(roots[k]) for k in depths]
+        served = selection.figures(said_CV, place_R, data_C[place_R], max(1, strip_of(place_R.device) // said_CV.shape[1]))
+        for kept_KP, own_R in zip((self.match_KP, self.alpha_KP, self.true_KP), served, strict=True):
+            for k, part_R in zip(depths, own_R.split(counts), strict=True):
+                kept_KP[k, roots[k]] = part_R
 
     def _products(
         self, unembedding: Unembedding, depths: list[int], asked: Sequence[Tensor], parts: list[Tensor], grad_RV: Tensor, done: list[Tensor]

@@ -54,11 +54,13 @@ def open_optimizers(
     heads = {id(b) for d in range(1, (drafter.max_depth or 1) + 1) for b in drafter.unembedding(d).blocks} - embeddings
     hidden = {id(p) for p in trained if muon and p.ndim == 2} - embeddings - heads  # the matrices that Muon updates
     rest = [p for p in trained if id(p) not in hidden]
+    scales = {id(getattr(m, name)) for m in drafter.modules() for name in getattr(m, "scales", ())}  # several vectors in one tensor
+    vectors = {id(p) for p in rest if p.ndim <= 1} | scales
     slow = 0.3 * lr if muon else lr
     groups = [
-        {"params": [p for p in rest if p.ndim > 1 and id(p) not in heads], "lr": lr, "weight_decay": weight_decay},
+        {"params": [p for p in rest if id(p) not in vectors | heads], "lr": lr, "weight_decay": weight_decay},
         {"params": [p for p in rest if id(p) in heads], "lr": slow, "weight_decay": weight_decay},
-        {"params": [p for p in rest if p.ndim <= 1], "lr": slow, "weight_decay": 0.0},
+        {"params": [p for p in rest if id(p) in vectors], "lr": slow, "weight_decay": 0.0},
     ]
     found: list[Optimizer] = [torch.optim.AdamW(groups, betas=betas, fused=True)]
     if hidden:

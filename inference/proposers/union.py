@@ -56,7 +56,7 @@ class Union:
     def propose(self, policy: TreePolicy, rng: CounterRNG, sampling: SamplingParams) -> Tree:
         """The merged tree. Under a chain policy: the last part's chain, which guesses of the other parts may continue."""
         if sampling.temperature > 0 and sampling.rule in ("block", "traversal") and policy.kind != "chain":
-            raise UserError(f"proposer union: the rule {sampling.rule} verifies chains, merged trees are none: kind=chain, or rule=auto")
+            raise UserError(f"proposer union: the rule {sampling.rule} cannot verify merged trees: take kind=chain, or rule=auto")
         branch = 1 if policy.kind == "chain" else policy.nodes
         *others, best = self.parts
         guesses = Trie(policy.nodes, branch)

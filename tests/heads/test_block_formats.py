@@ -182,7 +182,9 @@ def test_folders_of_the_speculators_library_load(name: str, tmp_path: Path) -> N
     for changes, message in [
         ({"sample_from_anchor": other}, f"sample_from_anchor={other}"),
         ({"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids=None, expected a list of layers"),
+        ({"aux_hidden_state_layer_ids": [0, 2, 4]}, r"aux_hidden_state_layer_ids=\[0, 2, 4\]: block drafters read outputs of layers"),
         ({"draft_vocab_size": 50}, "draft_vocab_size=50"),
+        ({"transformer_layer_config": None}, "transformer_layer_config must be a dictionary"),
         ({"transformer_layer_config": said | {"layer_types": ["sliding_attention"] * 2}}, "layers with a sliding window"),
         ({"mask_token_id": None}, "mask_token_id"),
     ]:

@@ -174,7 +174,7 @@ def test_a_merged_tree_is_not_verified_by_traversal(rule: str) -> None:
     union, sampling = Union([Paths(((1, 2),)), drafting(pair("random", 1, 4, 3).drafter)]), SamplingParams(1.0, rule=rule)
     assert rule_of("auto", union.propose(FIXED, CounterRNG.of(), SamplingParams(1.0))) == "without_replacement"
     for policy in (FIXED, STRAIGHT):
-        with pytest.raises(UserError, match=f"the rule {rule} verifies chains.*rule=auto"):
+        with pytest.raises(UserError, match=f"the rule {rule} cannot verify merged trees.*rule=auto"):
             union.propose(policy, CounterRNG.of(), sampling)
     assert union.propose(TreePolicy("chain", depth=2), CounterRNG.of(), sampling).is_chain
 
