@@ -135,6 +135,7 @@ class Pace:
 
     credit: float | None = None  # plain rounds that may still be lost by trying; None: before the first choice
     resting: int = 0  # rounds without drafting until the next choice
+    closed: int = 0  # rounds from now on in which no try can be afforded, whatever the target says
 
     def choose(self, auto: Auto, pasts: Sequence[Past], waiting: int = 0) -> TreePolicy | None:
         """The shape with the largest expected gain; None: no drafting. Where no shape gains, the best one is still tried now and then, so
@@ -143,7 +144,7 @@ class Pace:
         if self.credit is None:
             self.credit = KNOWN_CREDIT if auto.prior else CREDIT
         if self.resting > 0:
-            self.resting, self.credit = self.resting - 1, self.credit + LOSS
+            self.resting, self.closed, self.credit = self.resting - 1, self.closed - 1, self.credit + LOSS
             return None
         shapes, taus = auto.shapes, [past.taus(auto.shapes, auto.prior) for past in pasts]
         gains = [sum(each) / len(pasts) / cost for *each, cost in zip(*taus, auto.costs, strict=True)]
@@ -152,10 +153,11 @@ class Pace:
         lost = lost + auto.reading * waiting if lost > 0 else 0.0  # where drafting gains, reading those rows soon pays
         if lost > self.credit:
             seen = any(past.chain.seen or past.tree.seen for past in pasts)  # else nothing changes until the credit suffices
-            self.resting = min(int((lost - self.credit) / LOSS), PATIENCE - 1 if seen else MOST)
+            short = int((lost - self.credit) / LOSS)
+            self.resting, self.closed = min(short, PATIENCE - 1 if seen else MOST), 0 if seen else short
             self.credit += LOSS
             return None
-        self.credit -= lost
+        self.credit, self.closed = self.credit - lost, 0
         return shapes[best]
 
 

@@ -142,6 +142,8 @@ def run(sequence: SequenceState, proposer: Proposer | None, policy: TreePolicy |
         # temperature 0 another tree draws other samples: there only the context's end cuts it, as in the static path.
         left = sequence.limit - 1 - context.length if sampled else new_tokens - len(result.tokens) - 1
         chosen = shape = policy if auto is None else pace.choose(auto, [past], context.length - absorbed)
+        if auto is not None and pace.closed >= new_tokens - len(result.tokens):  # nothing will be guessed to the end: no states are kept
+            proposer, policy, auto, context.taps = None, None, None, ()
         tree, root_row = Tree.empty(target.device), torch.tensor([token], device=target.device)
         rng = sequence.rng(context.length, shape)
         if proposer is not None and shape is not None and left > 0:

@@ -287,6 +287,36 @@ def test_where_nothing_gains_no_prompt_is_read_for_a_try() -> None:
     ), "a gain within the noise is none"
 
 
+@pytest.mark.parametrize("new_tokens", [20, 60, 100, 140])
+@pytest.mark.parametrize("cost", [1.5, 3.6, 9.0])  # a try at once, after some forty rounds, never
+def test_what_will_never_draft_stops_keeping_states(
+    cost: float, new_tokens: int, measured: Callable[[dict[str, float]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same rounds as if it had kept them to the end; and it keeps them as long as a guess may come."""
+    target, prompt, taps = TARGET(), random_tokens(5, seed=2), list[int]()
+    measured({f"chain of {d}": cost for d in range(1, 9)})
+    drafter, read = make("eagle", target), target.read_rows
+
+    def watched(*given: Any) -> Any:
+        taps.append(len(given[-1]))
+        return read(*given)
+
+    monkeypatch.setattr(target, "read_rows", watched)
+    how: dict[str, Any] = dict(new_tokens=new_tokens, policy=SMALL, stop_ids=())
+    found = generate(target, Drafting(drafter), prompt, **how)
+    kept, taps[:] = list(taps), []
+    with monkeypatch.context() as m:
+        m.setattr(Pace, "closed", property(lambda _: 0, lambda *_: None), raising=False)
+        whole = generate(target, Drafting(drafter), prompt, **how)
+    assert (found.tokens, found.shapes, found.asked) == (whole.tokens, whole.shapes, whole.asked)
+    assert set(taps) == {len(drafter.taps)}, "never given up"
+    last = max((i for i, asked in enumerate(found.asked, start=1) if asked), default=0)  # pass 0 reads the prompt
+    assert all(kept[: last + 1]) and sorted(kept, reverse=True) == kept
+    assert any(found.asked) == (cost == 1.5 or (cost == 3.6 and new_tokens > 50))
+    if not any(found.asked):
+        assert kept[1:] == [0] * (len(kept) - 1), "the first choice says so"
+
+
 def test_a_gain_is_taken_and_given_up_with_the_acceptance() -> None:
     shapes = shapes_of(TreePolicy("auto", depth=4, nodes=1), "auto", 0)
     own, pace = Auto(shapes, [1.2, 1.4, 1.6, 1.8]), Pace(credit=0.0)
