@@ -156,19 +156,6 @@ def test_muon_is_told_its_own_settings(half: bool, target: Target, monkeypatch: 
         muon.step()
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_only_matrices_decay(name: str, target: Target) -> None:
-    """Norms do not, nor do scales that lie side by side in one tensor, which decay would pull away from 1."""
-    drafter = make("dflash2", target)
-    groups = [g for optimizer in open_optimizers(drafter, name, 1e-2, (0.9, 0.95), 0.1) for g in optimizer.param_groups]
-    decays = {id(p): (g["weight_decay"], g["peak_lr"]) for g in groups for p in g["params"]}
-    assert len(decays) == sum(len(g["params"]) for g in groups) == len(list(drafter.parameters()))
-    slow = 3e-3 if name == "muon" else 1e-2
-    for key, p in drafter.named_parameters():
-        vector = p.ndim < 2 or key.endswith("base_kernel")
-        assert decays[id(p)] == (0.0 if vector else 0.1, slow if vector or key == "successor" else 1e-2), key
-
-
 def test_epochs_are_counted_in_rows(composed: Composed, overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = composed(*overrides, "trainer.epochs=0.5", "trainer.accumulate=2")
     with prepare(**settings) as job:

@@ -276,5 +276,5 @@ def test_settings_that_do_not_fit_are_refused() -> None:
         Hybrid(Ngram(most=4), Paths(()), match=0)
     sampling = SamplingParams(1.0, rule="block")
     union: Any = Union([Paths(()), drafting(ToyDrafter(torch.zeros(9, 4), 4))])
-    with pytest.raises(UserError, match="the rule block verifies chains"):
+    with pytest.raises(UserError, match="the rule block cannot verify merged trees"):
         union.propose(TreePolicy(depth=2), CounterRNG.of(), sampling)
