@@ -73,6 +73,14 @@ def make(name: str, target: Target, noise: float = 0.1, **changes: Any) -> Draft
     return drafter.eval()
 
 
+def judged(drafter: Drafter, depth: int, hidden_BNH: Tensor) -> Tensor:
+    """The logits that divergences judge: those before a selector, which leaves most tokens -inf."""
+    unembedding = drafter.unembedding(depth)
+    if unembedding.candidates is None:
+        return unembedding.logits(hidden_BNH)
+    return unembedding.uncorrected().logits(unembedding.parts(hidden_BNH)[0])
+
+
 def depth_of(drafter: Drafter, depth: int = 5) -> int:
     """``depth``, or as deep as it can."""
     return min(depth, drafter.max_depth or depth)

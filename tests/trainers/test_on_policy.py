@@ -33,7 +33,7 @@ from headstart.trainers.on_policy import OnPolicy, Recording, rejected_rounds
 from headstart.trainers.run import run
 from headstart.trainers.tracker import Tracker
 from headstart.trainers.trainer import fit
-from tests.drafters import HEADS, fresh, learn_by_heart, make, roots_of
+from tests.drafters import HEADS, fresh, judged, learn_by_heart, make, roots_of
 from tests.tiny_targets import tiny_target
 from tests.trainers.conftest import TORCHRUN, small_run
 from tests.trainers.small import COMMON, LOOP, LOSS, repetitive
@@ -183,10 +183,8 @@ def test_the_gradient_is_that_of_three_lines(name: str) -> None:
     log_p_TV = target.model(row).logits[0].log_softmax(-1)
     own_BEX, loss = torch.ones(1, 1, 0, dtype=torch.bool), torch.zeros((), dtype=torch.float64)
     for d in (1, 2, 3):
-        unembedding, log_p_V, hidden_11H = drafter.unembedding(d), log_p_TV[root + d], draft.hidden_BNH
-        if unembedding.candidates is not None:  # divergences judge what comes before the selector
-            unembedding, hidden_11H = unembedding.uncorrected(), unembedding.parts(hidden_11H)[0]
-        log_q_V = unembedding.logits(hidden_11H)[0, 0].log_softmax(-1)
+        unembedding, log_p_V = drafter.unembedding(d), log_p_TV[root + d]
+        log_q_V = judged(drafter, d, draft.hidden_BNH)[0, 0].log_softmax(-1)
         log_p_V = log_p_V if unembedding.ids_V is None else log_p_V[unembedding.ids_V]
         loss = loss + LOSS["decay"] ** (d - 1) * (log_p_V.exp() * (log_p_V - log_q_V)).sum()
         if d < 3:

@@ -19,7 +19,7 @@ from headstart.inference.decoding.decoder import generate_batch
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.target import Target
-from tests.drafters import FEW_HEADS, HEADS, depth_of, learn_by_heart, make, random_tokens, roots_of
+from tests.drafters import FEW_HEADS, HEADS, depth_of, judged, learn_by_heart, make, random_tokens, roots_of
 from tests.tiny_targets import ARCHITECTURES, COMMON, OTHERS, tiny_target
 
 NEW, PROMPTS = 16, [random_tokens(n, seed=n) for n in (13, 3)]  # past windows and chunks of 16
@@ -36,7 +36,7 @@ def plain(family: str) -> list[list[int]]:
 def loss_of(drafter: Drafter, target: Target, texts: list[list[int]]) -> float:
     """Cross-entropy of the first guesses, teacher-forced."""
     roots = roots_of(target, drafter, torch.tensor(texts))
-    logits = drafter.unembedding(1).logits(unroll(drafter, roots, None, 1)[0].hidden_BNH[:, :-2])
+    logits = judged(drafter, 1, unroll(drafter, roots, None, 1)[0].hidden_BNH[:, :-2])
     return float(F.cross_entropy(logits.flatten(0, 1), roots.read_BT[:, 2:].flatten()))
 
 
