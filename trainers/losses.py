@@ -183,8 +183,9 @@ class _Sums:
             fill(logits_RV, parts[0], self.cast[id(unembedding.weight_VH)])
             selection = None
             if best_C is not None and unembedding.candidates is not None:  # before the judge overwrites the logits
-                best_R, matrix = best_C[torch.cat([places[k] for k in depths])], self.cast[id(unembedding.correction_VR)]
-                selection = Selection.of(logits_RV, parts[1], matrix, unembedding.candidates, best_R)
+                place_R, matrix = torch.cat([places[k] for k in depths]), self.cast[id(unembedding.correction_VR)]
+                judged = (best_C[place_R], said_CV, place_R)
+                selection = Selection.of(logits_RV, parts[1], matrix, unembedding.candidates, *judged)
             else:
                 for part_RH, block in zip(parts[1:], unembedding.blocks[1:], strict=True):
                     logits_RV.addmm_(part_RH, self.cast[id(block)].T)

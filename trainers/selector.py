@@ -1,7 +1,8 @@
-"""The loss of a selector (``Unembedding.candidates``): cross-entropy to the target's likeliest token among the candidates of a guess.
+"""The loss of a selector (``Unembedding.candidates``): KL to the target's distribution among the candidates of a guess.
 
-Where that token is no candidate it takes the place of the weakest one, so that every guess has a right answer; matches and acceptance
-are those of the real candidates. The token before is the true one, as in every other loss.
+Where the target's likeliest token is no candidate it takes the place of the weakest one, so that every guess has a right answer; matches
+and acceptance are those of the real candidates. The token before is the true one, as in every other loss. (Published is cross-entropy to
+the likeliest token alone. It is accepted no further at temperature 0, and far less above: EXPERIMENTS.md, 2026-11-26.)
 
 Shape suffixes: R guesses, C candidates, D = C + 1, V vocabulary, X columns of the correction, M positions of the target.
 """
@@ -27,21 +28,23 @@ class Selection:
     loss_R: Tensor
 
     @classmethod
-    def of(cls, logits_RV: Tensor, part_RX: Tensor, matrix_VX: Tensor, candidates: int, best_R: Tensor) -> Selection:
-        """``logits_RV``: the backbone's own, over the target's vocabulary. ``part_RX`` times the matrix corrects them. ``best_R``: the
-        target's likeliest tokens.
+    def of(
+        cls, logits_RV: Tensor, part_RX: Tensor, matrix_VX: Tensor, candidates: int, best_R: Tensor, said_MV: Tensor, place_R: Tensor
+    ) -> Selection:
+        """``logits_RV``: the backbone's own, over the target's vocabulary. ``part_RX`` times the matrix corrects them. ``said_MV``: the
+        target's logits; ``place_R``: each guess's place among them; ``best_R``: their likeliest tokens.
         """
         best_R1 = best_R[:, None]
         ids_RD = torch.cat([logits_RV.topk(candidates).indices, best_R1], 1)
         scores_RD = wide(selected(logits_RV, part_RX, matrix_VX, ids_RD))
-        right_RC = ids_RD[:, :-1] == best_R1
-        found_R1 = right_RC.any(1, keepdim=True)
+        found_R1 = (ids_RD[:, :-1] == best_R1).any(1, keepdim=True)
         # trained: the candidates and not the further column, or that column and not the weakest candidate
         left_out_RD = torch.arange(candidates + 1, device=ids_RD.device) == torch.where(found_R1, candidates, candidates - 1)
-        log_q_RD = scores_RD.masked_fill(left_out_RD, -torch.inf).log_softmax(1)
-        label_R1 = torch.where(found_R1, right_RC.int().argmax(1, keepdim=True), candidates)
-        grad_RD = log_q_RD.exp().scatter_add_(1, label_R1, scores_RD.new_full(label_R1.shape, -1.0))
-        return cls(ids_RD, scores_RD, grad_RD, -log_q_RD.gather(1, label_R1)[:, 0])
+        said_RD = wide(said_MV[place_R[:, None], ids_RD])
+        log_q_RD, log_p_RD = (x.masked_fill(left_out_RD, -torch.inf).log_softmax(1) for x in (scores_RD, said_RD))
+        p_RD = log_p_RD.exp()
+        loss_R = (p_RD * (log_p_RD - log_q_RD).masked_fill(left_out_RD, 0.0)).sum(1)
+        return cls(ids_RD, scores_RD, log_q_RD.exp() - p_RD, loss_R)
 
     def figures(self, said_MV: Tensor, place_R: Tensor, data_R: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """Of each guess as it is served, [R] each: whether its likeliest candidate is the target's token, the acceptance probability at

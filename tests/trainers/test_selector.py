@@ -27,7 +27,7 @@ def served(case: Case, k: int, b: int, t: int) -> tuple[Tensor, Tensor, Tensor, 
 
 @pytest.mark.parametrize("weighting", ["decay", "dpace"])
 @pytest.mark.parametrize("ask_BA", [None, ASK], ids=["all", "anchors"])
-def test_the_selector_is_cross_entropy_among_its_candidates(ask_BA: Tensor | None, weighting: str) -> None:
+def test_the_selector_is_kl_among_its_candidates(ask_BA: Tensor | None, weighting: str) -> None:
     case = Case(correction=True, ask_BA=ask_BA)
     unembedding = Unembedding(case.head_VH, None, case.correction_VR, candidates=C)
     about = (case.batch.final_BTD, case.ends, case.batch.tokens_BT, case.supervised, {"kl": 1.0}, DECAY, 7, True, ask_BA, weighting)
@@ -44,7 +44,8 @@ def test_the_selector_is_cross_entropy_among_its_candidates(ask_BA: Tensor | Non
         torch.testing.assert_close(out.true_KBT[k, b, t], q[case.batch.tokens_BT[b, t + 2 + k]])
         if best not in ids:  # the weakest one makes room
             ids, missing = [*ids[:-1], best], missing + 1
-        selector = after[ids].logsumexp(0) - after[best]
+        among = said[ids].softmax(0)
+        selector = (among * (among.log() - after[ids].log_softmax(0))).sum()
         kl = (p * (p.log() - before.log_softmax(0))).sum()
         whole = whole + weight[k, b, t] * DECAY**k * (kl + 0.6 * selector)
     assert 0 < missing < len(case.pairs())
