@@ -2,7 +2,7 @@
 
 Where the target's likeliest token is no candidate it takes the place of the weakest one, so that every guess has a right answer; matches
 and acceptance are those of the real candidates. The token before is the true one, as in every other loss. (Published is cross-entropy to
-the likeliest token alone. It is accepted no further at temperature 0, and far less above: EXPERIMENTS.md, 2026-11-26.)
+the likeliest token alone, which is accepted less at temperature 0 and above: EXPERIMENTS.md, 2026-11-26.)
 
 Shape suffixes: R guesses, C candidates, D = C + 1, V vocabulary, X columns of the correction, M positions of the target.
 """
