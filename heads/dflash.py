@@ -147,12 +147,16 @@ class Dflash(Drafter):
         return state[..., (depth - 1) * D : depth * D]
 
     def _first(self, state: Tensor, tokens_BA: Tensor) -> Draft:
-        """The draft of depth 1. ``tokens_BA``: the last known tokens, which subclasses read."""
-        return Draft(self.slot(1, state), state)
+        """The draft of depth 1. ``tokens_BA``: the last known tokens."""
+        return self._after(1, tokens_BA, state)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
-        """Read the slot of this depth; the drafted tokens change nothing."""
-        return Draft(self.slot(depth, parent.state), parent.state)
+        """Read the slot of this depth. The drafted tokens change nothing, except in drafters that are built on this one."""
+        return self._after(depth, tokens_BN, parent.state)
+
+    def _after(self, depth: int, tokens_BN: Tensor, state: Tensor) -> Draft:
+        """The draft of a depth. ``tokens_BN``: the tokens before it."""
+        return Draft(self.slot(depth, state), state)
 
     def unembedding(self, depth: int) -> Unembedding:
         """The target's own head."""

@@ -107,13 +107,6 @@ class Dflash2(Dflash):
     def _layer(self, sizes: Sizes) -> nn.Module:
         return ConvLayer(sizes, self._conv)
 
-    def _first(self, state: Tensor, tokens_BA: Tensor) -> Draft:
-        return self._after(1, tokens_BA, state)
-
-    def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
-        """The slot of this depth, and what the selector makes of it and the token before it."""
-        return self._after(depth, tokens_BN, parent.state)
-
     def _after(self, depth: int, tokens_BN: Tensor, state: Tensor) -> Draft:
         slot = self.slot(depth, state)
         context = self.predecessor(tokens_BN).to(slot.dtype) * self.slot_projection(slot)

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 
 from headstart.heads.base import Draft, TargetShape
 from headstart.heads.dflash import Dflash
-from headstart.heads.memory import Memory
 from headstart.heads.unembedding import Unembedding
-from headstart.heads.visibility import Sees
 
 
 class Dspark(Dflash):
@@ -30,13 +28,6 @@ class Dspark(Dflash):
         nn.init.normal_(self.markov_w1.weight, std=0.02)
         self.markov_w2 = nn.Parameter(torch.zeros(shape.vocab_size, rank))
         self.confidence = nn.Linear(shape.hidden_size + rank, 1)
-
-    def _first(self, state: Tensor, tokens_BA: Tensor) -> Draft:
-        return self._after(1, tokens_BA, state)
-
-    def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
-        """The slot of this depth, with the bias of the token before it."""
-        return self._after(depth, tokens_BN, parent.state)
 
     def _after(self, depth: int, tokens_BN: Tensor, state: Tensor) -> Draft:
         slot = self.slot(depth, state)
