@@ -152,7 +152,6 @@ class _Sums:
         self.groups: dict[tuple[int, ...], tuple[Unembedding, list[int]]] = {}
         for k, u in enumerate(unembeddings):
             self.groups.setdefault((*map(id, u.blocks), id(u.ids_V)), (u, []))[1].append(k)
-        self.selects = any(u.candidates is not None for u in unembeddings)
         self.vocabularies = {id(u.ids_V): u.ids_V for u in unembeddings}
         # the buffer for the logits of every chunk
         numbers = max((sum(part.counts_K) for part in parts), default=0) * max(len(u.weight_VH) for u in unembeddings)
@@ -173,7 +172,6 @@ class _Sums:
         row_P, A = self.row_P, self.asked
         asked = roots if row_P is None else [row_P[x] if h.shape[1] == A else x for x, h in zip(roots, self.hidden, strict=True)]
         products, logits, used = [], dict[int, Tensor](), 0
-        best_C = said_CV.argmax(-1) if self.selects else None
         for unembedding, depths in self.groups.values():
             hidden_RH = torch.cat([self.hidden[k].flatten(0, 1)[asked[k]].to(self.dtype) for k in depths])
             parts = unembedding.parts(hidden_RH)
@@ -182,10 +180,9 @@ class _Sums:
             used += size
             fill(logits_RV, parts[0], self.cast[id(unembedding.weight_VH)])
             selection = None
-            if best_C is not None and unembedding.candidates is not None:  # before the judge overwrites the logits
+            if unembedding.candidates is not None:  # before the judge overwrites the logits
                 place_R, matrix = torch.cat([places[k] for k in depths]), self.cast[id(unembedding.correction_VR)]
-                judged = (best_C[place_R], said_CV, place_R)
-                selection = Selection.of(logits_RV, parts[1], matrix, unembedding.candidates, *judged)
+                selection = Selection.of(logits_RV, parts[1], matrix, unembedding.candidates, said_CV, place_R)
             else:
                 for part_RH, block in zip(parts[1:], unembedding.blocks[1:], strict=True):
                     logits_RV.addmm_(part_RH, self.cast[id(block)].T)

@@ -28,13 +28,11 @@ class Selection:
     loss_R: Tensor
 
     @classmethod
-    def of(
-        cls, logits_RV: Tensor, part_RX: Tensor, matrix_VX: Tensor, candidates: int, best_R: Tensor, said_MV: Tensor, place_R: Tensor
-    ) -> Selection:
+    def of(cls, logits_RV: Tensor, part_RX: Tensor, matrix_VX: Tensor, candidates: int, said_MV: Tensor, place_R: Tensor) -> Selection:
         """``logits_RV``: the backbone's own, over the target's vocabulary. ``part_RX`` times the matrix corrects them. ``said_MV``: the
-        target's logits; ``place_R``: each guess's place among them; ``best_R``: their likeliest tokens.
+        target's logits; ``place_R``: each guess's place among them.
         """
-        best_R1 = best_R[:, None]
+        best_R1 = said_MV.argmax(-1)[place_R, None]
         ids_RD = torch.cat([logits_RV.topk(candidates).indices, best_R1], 1)
         scores_RD = wide(selected(logits_RV, part_RX, matrix_VX, ids_RD))
         found_R1 = (ids_RD[:, :-1] == best_R1).any(1, keepdim=True)
