@@ -85,7 +85,7 @@ def _at_most(policy: TreePolicy, nodes: int) -> TreePolicy:
         return policy
     if policy.kind == "fixed":
         # The chain of first guesses, then the others by level: so no path loses its parent. All of them by level would leave a bush, which
-        # is accepted less far at every temperature, and a lookup would guess no further than the bush is deep.
+        # is accepted less far (EXPERIMENTS.md, 2026-11-26), and a lookup would guess no further than the bush is deep.
         return TreePolicy("fixed", paths=tuple(sorted(policy.paths, key=any)[:nodes]))
     return replace(policy, nodes=nodes)
 
