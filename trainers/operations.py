@@ -1,4 +1,4 @@
-"""Counts floating-point operations: those of matrix products and of attention, by torch's formulas."""
+"""Counts floating-point operations: those of matrix products and of attention, by torch's formulas; those of the loss in closed form."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import addmm_flop, flop_registry, sdpa_backward_flop, sdpa_flop
+
+from headstart.heads.unembedding import Unembedding
 
 _OWN: dict[Any, Callable[..., int]] = {  # operations for which torch has no formula
     torch.ops.aten.addmm_: addmm_flop,
@@ -35,6 +37,18 @@ class Operations(TorchDispatchMode):
             except AssertionError:  # torch 2.11's formula refuses heads that share keys
                 self.count += formula(*_keys_of_their_own(func, args), **kwargs, out_val=out)
         return out
+
+
+def of_loss(rows: int, unembedding: Unembedding) -> float:
+    """Operations of the loss of ``rows`` guesses (trainers/losses.py), forward and backward, without the teacher's logits. A matrix is
+    multiplied for the logits, for the gradient of the hidden states and, where it is trained, for its own. A correction of the candidates
+    alone reads their rows and the row of the target's token; the gradient of its matrix is a sum, not a product.
+    """
+    matrix_VH, *corrections = unembedding.blocks
+    if unembedding.candidates is None:
+        return sum(2.0 * rows * x.numel() * (3 if x.requires_grad else 2) for x in [matrix_VH, *corrections])
+    chosen = sum((unembedding.candidates + 1) * x.shape[1] for x in corrections)
+    return 2.0 * rows * (matrix_VH.numel() * (3 if matrix_VH.requires_grad else 2) + 2 * chosen)
 
 
 def _keys_of_their_own(func: Any, args: Any) -> Any:

@@ -30,7 +30,7 @@ from headstart.inference.decoding.placement import is_shared, tensor_size
 from headstart.inference.settings import config_of
 from headstart.trainers.chunks import guesses_of, strip_of
 from headstart.trainers.gpus import GPUS, gpu_of
-from headstart.trainers.operations import Operations
+from headstart.trainers.operations import Operations, of_loss
 from headstart.trainers.optimizer import open_optimizers, parameters
 from headstart.trainers.parallel import BUCKET, DDP
 from headstart.trainers.plan_joint import Adapted, adapted
@@ -221,7 +221,7 @@ def _count(arm: Settings, model: Any, shape: TargetShape, trainer: Settings, hal
     buffers = _loss(chunk, places, rows, depth, vocab, shape.vocab_size, half, strip)
     buffers += (2 if half else 4) * rows * hidden + 2 * half * sum(b.numel() for b in heads)  # gradients of hidden states; heads as bf16
     passes = 4.0 if own["gradient_checkpointing"] else 3.0  # a backward pass costs two forward passes
-    products = 2.0 * rows * hidden * vocab * (3 if learnt else 2)
+    products = of_loss(rows, drafter.unembedding(1))
     teacher = 2.0 * trainer["batch_size"] * trainer["length"] * shape.hidden_size * shape.vocab_size
     sizes = [(p.numel(), isinstance(x, torch.optim.Muon)) for x in optimizers for p in parameters(x)]
     target = adapted(model, drafter, arm, trainer, half, kind) if own.get("lora") else Adapted()

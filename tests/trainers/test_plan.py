@@ -25,7 +25,9 @@ from headstart.heads.unroll import unroll
 from headstart.inference.decoding.placement import multiplies_bf16
 from headstart.inference.decoding.target import Target
 from headstart.trainers import plan as module
+from headstart.trainers import products
 from headstart.trainers.joint import Joint
+from headstart.trainers.losses import fused_loss
 from headstart.trainers.operations import Operations
 from headstart.trainers.plan import plan
 from headstart.trainers.plan_joint import adapted
@@ -90,6 +92,38 @@ def test_what_is_counted_without_numbers_is_what_there_is(head: str) -> None:
     real = sum(x.untyped_storage().nbytes() for x in kept.values())
     assert count.kept == pytest.approx(real, rel=0.01), head
     assert count.flops > 0
+
+
+@pytest.mark.parametrize("head", ["eagle", "dflash", "dspark", "domino", "dflash2"])
+def test_operations_of_the_loss(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside those of a real loss, forward and backward: a frozen head has no gradient of its own, a selector reads its candidates."""
+    monkeypatch.setattr(products, "by_onednn", lambda _: False)  # of oneDNN's products torch has no formula
+    asked, B, T, K = small(head), 2, 32, 3
+    if head == "dflash2":
+        asked["head"] |= {"rank": 8, "candidates": 5}
+    if head != "eagle":
+        asked["head"] |= {"block": K + (head in ("dflash", "dflash2")), "anchors": 16}
+    asked["loss"]["depth"] = K
+    target = Target(AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG)))
+    drafter = hub.build(head, target.shape, **{k: v for k, v in asked["head"].items() if k != "name"}).train()
+    drafter.attach(target.ends)
+    tokens = torch.randint(CONFIG["vocab_size"], (B, T))
+    roots = Roots(tokens, tokens, {tap: torch.randn(B, T, 64) for tap in drafter.taps}, torch.arange(T).expand(B, -1))
+    ask = torch.arange(16).expand(B, -1) if drafter.anchors else None
+    with Operations() as forward:
+        hidden = [draft.hidden_BNH for draft in unroll(drafter, roots, None, K, ask_BA=ask)]
+    supervised = [(torch.arange(T) < 16).expand(B, -1)] * K
+    unembeddings, final = [drafter.unembedding(d) for d in range(1, K + 1)], torch.randn(B, T, 64)
+    with Operations() as loss:
+        fused_loss(hidden, unembeddings, final, target.ends, tokens, supervised, {"kl": 1.0}, 0.8, 64, ask_BA=ask, selector=1.0)
+    built = without_weights(AutoConfig.for_model(**CONFIG))
+    with FakeTensorMode():
+        without_numbers(built)
+        arm = {k: asked[k] for k in ("head", "loss", "trainer")}
+        count = module._count(arm, built, drafter.shape, asked["trainer"], False, CPU, torch.float32)
+    rows, of_position = sum(x.shape[0] * x.shape[1] for x in hidden), 2 * 64 * 96  # the teacher's logits at one
+    products_of_loss = (loss.count - B * (16 + K - 1) * of_position) / (B * 16 * K) * rows
+    assert count.flops == pytest.approx(3 * forward.count + products_of_loss + B * T * of_position, rel=1e-6)
 
 
 def test_on_a_gpu_a_norm_keeps_what_it_was_given() -> None:
