@@ -52,8 +52,7 @@ class Engine:
         plans = plans if isinstance(plans, Mapping) else {sequences: plans}
         if drafter is None or all(p is None for p in plans.values()):
             drafter, plans = None, {sequences: None}
-        self.target, self.drafter, self.plans, self.rule = target, drafter, dict(sorted(plans.items())), rule
-        self.max_length = max_length
+        self.target, self.drafter, self.plans, self.rule, self.max_length = target, drafter, dict(sorted(plans.items())), rule, max_length
         shapes, self.auto = list[TreePolicy](), False
         for tree in (p for p in plans.values() if p is not None):
             tree.check(rule)
@@ -146,18 +145,17 @@ class Engine:
             n = min(1 << (max(row.place for row in rows)).bit_length(), len(self.places))
             longest = max(len(row.prompt) + len(row.tokens) for row in rows) + self.rounds.path * (1 + len(self.pending))
             plan = self._plan(len(self.active))
-            tap = plan is not None
             warp = LogitsWarper.over({k: v[:n] for k, v in self.rounds.warps.items()}, [row.sampling for row in rows])
             hold = any(row.stop and len(row.tokens) < row.sampling.min_tokens for row in rows)
-            kind = Kind(n, self.rounds.padded_length(longest), plan if self.ready else None, tap, likely_of(rows), hold)
+            kind = Kind(n, self.rounds.padded_length(longest), plan if self.ready else None, plan is not None, likely_of(rows), hold)
             if kind.policy is not None and kind.policy.kind == "auto":
-                kind = kind._replace(policy=self._choose(kind, rows, warp))
-            if kind.policy is None and tap and self.owed >= self.rounds.waits:
+                kind = self._choose(kind, rows, warp)
+            if kind.policy is None and kind.tap and self.owed >= self.rounds.waits:
                 self.rounds.absorb(n, kind.padded_length, 0)
                 self.owed = 0
             said = self._run(kind, warp)
-            self.owed = 0 if not tap else 1 + kind.policy.depth if kind.policy else self.owed + 1
-            self.ready = tap
+            self.owed = 0 if not kind.tap else 1 + kind.policy.depth if kind.policy else self.owed + 1
+            self.ready = plan is not None
             self.pending.append(([row if row in rows else None for row in self.places[:n]], *self._on_host(said), kind.policy))
         emitted = self._read_prompts()
         while self.pending and (not rows or len(self.pending) > int(self.late)):
@@ -193,16 +191,18 @@ class Engine:
         event.record(torch.cuda.current_stream(self.rounds.device))
         return said, event
 
-    def _choose(self, kind: Kind, rows: list[Row], warp: LogitsWarper) -> TreePolicy | None:
-        """The shape of the next round under an auto policy, the same for all rows; None: no drafting."""
+    def _choose(self, kind: Kind, rows: list[Row], warp: LogitsWarper) -> Kind:
+        """The next round under an auto policy. Without graphs it keeps no states if no shape will be chosen before all sequences end."""
         known = (kind.policy, self.rule, warp.heat, kind.n) in known_of(self.target, self.drafter)
         full = self.owed >= self.rounds.waits  # measuring runs plain rounds, whose rows must find room to wait
         if not known and (full or max(row.most - len(row.tokens) for row in rows) < WORTH):
-            return None
+            return kind._replace(policy=None)
         began, auto = time.perf_counter(), auto_of_rounds(self.rounds, kind, warp)
         if not known:
             self._prepared(began)
-        return self.pace.choose(auto, [row.past for row in rows])
+        shape = self.pace.choose(auto, [row.past for row in rows])
+        tap = self.rounds.graphs is not None or any(row.most - len(row.tokens) > self.pace.resting for row in self.active)
+        return kind._replace(policy=shape, tap=tap)
 
     def _take(self, places: list[Row | None], said: Said, event: Any, policy: TreePolicy | None) -> list[Row]:
         """Give the tokens of a round to its sequences, except those that have ended meanwhile. Returns the sequences that got tokens."""

@@ -25,6 +25,7 @@ from headstart.inference.decoding.decode import Generation, generate
 from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.policy import AUTO, TreePolicy, shapes_of
 from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.row import Row
 from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.proposers.ngram import Ngram
@@ -315,6 +316,44 @@ def test_what_will_never_draft_stops_keeping_states(
     assert any(found.asked) == (cost == 1.5 or (cost == 3.6 and new_tokens > 50))
     if not any(found.asked):
         assert kept[1:] == [0] * (len(kept) - 1), "the first choice says so"
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("cost", [1.5, 3.6, 9.0])
+def test_an_engine_that_will_never_draft_stops_keeping_states(
+    cost: float, late: bool, measured: Callable[[dict[str, float]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until somebody comes for whom it may. Sequences of any length come at any time, and get the same guesses as if it had kept them."""
+    target, taps, choose = TARGET(), list[int](), Engine._choose
+    measured({f"chain of {d}": cost for d in range(1, 9)})
+    drafter, read = make("eagle", target), target.read_rows
+    come = [
+        (at, most, SamplingParams(0.9 * (i % 2), seed=i)) for i, (at, most) in enumerate([(0, 50), (3, 20), (30, 100), (60, 5), (80, 60)])
+    ]
+
+    def decoded() -> list[Row]:
+        own, rows, taps[:] = Engine(target, drafter, sequences=3, max_length=128, plans=SMALL), list[Row](), []
+        own.late = late
+        for step in range(200):
+            for i, (at, most, how) in enumerate(come):
+                if at == step:
+                    rows.append(own.add_request(random_tokens(5 + i, seed=i), new_tokens=most, sampling=how, stop_ids=()))
+            own.step()
+        return rows
+
+    def watched(*given: Any) -> Any:
+        taps.append(len(given[-1]))
+        return read(*given)
+
+    monkeypatch.setattr(target, "read_rows", watched)
+    found, kept = decoded(), list(taps)
+    monkeypatch.setattr(Engine, "_choose", lambda *given: choose(*given)._replace(tap=True))
+    for row, whole in zip(found, decoded(), strict=True):
+        assert row.ended == "length" and (row.tokens, row.shapes, row.guesses) == (whole.tokens, whole.shapes, whole.guesses)
+    assert all(taps) and len(taps) == len(kept)
+    assert any(shape for row in found for shape in row.shapes) == (cost < 9)
+    without = len(kept) - len(come)  # all passes but those over prompts
+    assert kept.count(0) == without if cost == 9 else 0 < kept.count(0) < without
 
 
 def test_a_gain_is_taken_and_given_up_with_the_acceptance() -> None:
