@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from headstart.inference.decoding.policy import TreePolicy, shapes_of
+from headstart.inference.decoding.policy import TreePolicy, costs_as, shapes_of
 from headstart.inference.decoding.propose import Drafting, Proposer
 from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams, heat_of
 from headstart.inference.decoding.target import Target
@@ -174,7 +174,7 @@ def known_of(target: Target, proposer: Any) -> dict[Any, Auto]:
 
 def key_of(policy: TreePolicy, sampling: SamplingParams) -> tuple[TreePolicy, str, int]:
     """The key of a measurement for one sequence that is decoded alone."""
-    return policy, sampling.rule, heat_of(sampling.temperature)
+    return policy, sampling.rule, costs_as(sampling.rule, heat_of(sampling.temperature))
 
 
 def found_of(target: Target, proposer: Any, policy: TreePolicy, sampling: SamplingParams) -> Auto | None:
@@ -246,7 +246,7 @@ def auto_of_rounds(rounds: Any, kind: Any, warp: LogitsWarper, long: float | Non
     """The costs for the sequences that the engine holds (``Rounds``), which stay as they are; measured once for each kind of round.
     ``long``: seconds of a turn instead of ``LONG``.
     """
-    known, key = known_of(rounds.target, rounds.drafter), (kind.policy, rounds.rule, warp.heat, kind.n)
+    known, key = known_of(rounds.target, rounds.drafter), (kind.policy, rounds.rule, costs_as(rounds.rule, warp.heat), kind.n)
     if key in known:
         return known[key]
     put_back, shapes, now = rounds.snapshot(), shapes_of(*key[:3]), clock_of(rounds.target)

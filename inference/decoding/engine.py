@@ -18,7 +18,7 @@ from headstart.heads.errors import UserError
 from headstart.inference.decoding.auto import WORTH, Pace, auto_of_rounds, known_of
 from headstart.inference.decoding.context import CHUNK
 from headstart.inference.decoding.decode import Guesses, check_prompt
-from headstart.inference.decoding.policy import TreePolicy, shapes_of
+from headstart.inference.decoding.policy import TreePolicy, costs_as, shapes_of
 from headstart.inference.decoding.rounds import Kind, Rounds
 from headstart.inference.decoding.row import Row, likely_of, shared_by, told_of
 from headstart.inference.decoding.said import Said
@@ -193,7 +193,7 @@ class Engine:
 
     def _choose(self, kind: Kind, rows: list[Row], warp: LogitsWarper) -> Kind:
         """The next round under an auto policy. Without graphs it keeps no states if no shape will be chosen before all sequences end."""
-        known = (kind.policy, self.rule, warp.heat, kind.n) in known_of(self.target, self.drafter)
+        known = (kind.policy, self.rule, costs_as(self.rule, warp.heat), kind.n) in known_of(self.target, self.drafter)
         full = self.owed >= self.rounds.waits  # measuring runs plain rounds, whose rows must find room to wait
         if not known and (full or max(row.most - len(row.tokens) for row in rows) < WORTH):
             return kind._replace(policy=None)

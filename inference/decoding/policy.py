@@ -157,6 +157,11 @@ def fixes_tree(rule: str, heat: int) -> bool:
     return heat == 2 and rule != "top_plus_one"
 
 
+def costs_as(rule: str, heat: int) -> int:
+    """The lowest heat at which an auto policy has the same shapes and rounds of them the same work, so that one measurement is for both."""
+    return min(heat, 1 + fixes_tree(rule, heat))
+
+
 def caterpillar(depth: int, nodes: int, branch: int) -> TreePolicy:
     """A fixed tree: a chain of ``depth`` guesses, and the other nodes beside its guesses, at most ``branch`` children to a row.
 

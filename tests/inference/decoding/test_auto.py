@@ -6,6 +6,7 @@ import functools
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,11 +24,12 @@ from headstart.inference.decoding import auto, decode, engine, rounds
 from headstart.inference.decoding.auto import CREDIT, LEANS, LOSS, PRIOR, WEIGHT, AcceptanceByDepth, Auto, Pace, Past, known_of
 from headstart.inference.decoding.decode import Generation, generate
 from headstart.inference.decoding.engine import Engine
-from headstart.inference.decoding.policy import AUTO, TreePolicy, shapes_of
+from headstart.inference.decoding.policy import AUTO, TreePolicy, costs_as, shapes_of
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.row import Row
 from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.target import Target
+from headstart.inference.decoding.verify import RULES
 from headstart.inference.proposers.ngram import Ngram
 from tests.drafters import make, random_tokens
 from tests.inference.decoding.toys import Script
@@ -379,9 +381,18 @@ def test_trees_are_of_the_rule_that_verifies_them(rule: str, monkeypatch: pytest
     rows = [own.run([prompt], new_tokens=auto.WORTH + 8, sampling=[each], stop_ids=())[0] for each in (how, SamplingParams(1.0))]
     for made in (alone, *rows):
         assert {shape.kind for shape in made.shapes if shape is not None} == {warm}
-    assert known_of(target, drafter).keys() == {(AUTO, rule, 2), (AUTO, rule, 2, 1)}
-    assert auto.found_of(target, drafter, AUTO, how) is known_of(target, drafter)[AUTO, rule, 2]
+    measured = AUTO, rule, {"auto": 2, "top_plus_one": 1}[rule]  # once for all temperatures whose shapes are the same
+    assert known_of(target, drafter).keys() == {measured, (*measured, 1)}
+    assert auto.found_of(target, drafter, AUTO, how) is known_of(target, drafter)[measured]
+    assert (auto.found_of(target, drafter, AUTO, replace(how, temperature=0.1)) is None) == (rule == "auto")
     assert auto.found_of(target, drafter, AUTO, SamplingParams(1.0, rule="block")) is None
+
+
+@pytest.mark.parametrize("rule", ["auto", *RULES])
+def test_one_measurement_is_for_all_temperatures_of_the_same_shapes(rule: str) -> None:
+    for a, b in product(range(3), repeat=2):
+        alike = shapes_of(AUTO, rule, a) == shapes_of(AUTO, rule, b) and (a > 0) == (b > 0)  # guesses are drawn at both, or at neither
+        assert (costs_as(rule, a) == costs_as(rule, b)) == alike
 
 
 def test_nothing_is_measured_for_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
