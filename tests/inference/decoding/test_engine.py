@@ -245,7 +245,7 @@ def test_what_waits_for_the_drafter_has_room_in_fixed_shapes(resting: int, monke
     target, chain = TARGET("llama"), TreePolicy("chain", depth=2)
     engine = Engine(target, trained("eagle", "llama"), sequences=1, max_length=60, plans=TreePolicy("auto", depth=2, nodes=1))
     engine.rounds.looks, choices = False, itertools.cycle([None] * resting + [chain])
-    monkeypatch.setattr(engine, "_choose", lambda *_: next(choices))
+    monkeypatch.setattr(engine, "_choose", lambda kind, *_: kind._replace(policy=next(choices)))
     (row,) = engine.run(PROMPTS[:1], new_tokens=NEW, sampling=[SamplingParams()])
     assert tuple(row.tokens) == plain("llama")[0] and {0, 2} == set(row.asked)
 
