@@ -129,14 +129,18 @@ class Dflash(Drafter):
         return self._first(torch.cat(state, dim=1), tokens_BA)
 
     def _fill(self, anchor_BAD: Tensor, first_BA: Tensor, memory: Memory, sees: Sees) -> Tensor:
-        """Run blocks through the layers. Returns the slots that guess, side by side: [B, A, max_depth * D]."""
+        """Run blocks through the layers. Returns the state of their drafts."""
         B, A, D = anchor_BAD.shape
         masks = mask_of(self).to(anchor_BAD.dtype).expand(B, A, self.block - 1, D)
         x = torch.cat([anchor_BAD[:, :, None], masks], dim=2).flatten(1, 2)
         cos_sin = self.rope((first_BA[..., None] + torch.arange(self.block, device=first_BA.device)).flatten(1))
         for i, layer in enumerate(self.layers):
             x = layer(x, cos_sin, memory, i, sees)
-        return self.norm(x).unflatten(1, (A, self.block))[:, :, self.first_slot :].flatten(2)
+        return self._state(self.norm(x).unflatten(1, (A, self.block)))
+
+    def _state(self, slots_BASD: Tensor) -> Tensor:
+        """The state of a draft: the slots that guess, side by side, [B, A, max_depth * D]. Subclasses may add to it."""
+        return slots_BASD[:, :, self.first_slot :].flatten(2)
 
     def slot(self, depth: int, state: Tensor) -> Tensor:
         """The slot of this depth, [B, N, D]. Raises UserError for a depth beyond the block."""

@@ -26,12 +26,13 @@ SERVED: dict[str, dict[str, Any]] = {  # small ones in formats of engines, with 
     "eagle1": {},
     "peagle": dict(layers=1, depth=3, mask_token=95),
     "dflash2": dict(layers=1, block=4, rank=8, mask_token=95),
+    "xpress": dict(layers=1, block=4, rank=16, mlp_hidden=64, mask_token=95),
     "dspark": dict(layers=1, block=4, rank=8, mask_token=95),
     "domino": dict(layers=1, block=4, rank=8, gru=8, mask_token=95),
     "medusa": dict(guesses=2),
     "mlp_speculator": dict(guesses=3),
 }
-LARGE = {"layers": 2, "block": 6, "depth": 5, "rank": 16}  # of what is larger, so much: five guesses, as from the others
+LARGE = {"layers": 2, "block": 6, "depth": 5, "rank": 16, "mlp_hidden": 64}  # of what is larger, so much: five guesses, as from the others
 
 
 def everywhere(architectures: Iterable[str], few: Collection[str] = FEW) -> list[Any]:

@@ -41,9 +41,9 @@ class Learner(nn.Module):
     ``weighting``: a factor of a (root, depth) pair's weight beside ``decay``^(depth-1). ``constants``: of terms and weighting, where they
     are not the defaults. ``chunk``: the most rows of draft logits at a time. ``kernel``: computes the loss: "torch", "triton" or "auto".
     ``base_until``: during this share of the training the loss is a mean of the full loss and of that of the guesses without their
-    correction, whose weight falls from 1 to 0 (2605.29707: the backbone learns first). ``detach``: see ``unroll``. ``on_policy``: see
-    trainers/on_policy.py. Raises UserError for an unknown term, weighting or constant, a kernel, ``detach`` or ``on_policy`` that does not
-    fit.
+    correction, whose weight falls from 1 to 0 (2605.29707: the backbone learns first). The term ``base`` adds the latter with a weight that
+    stays. ``detach``: see ``unroll``. ``on_policy``: see trainers/on_policy.py. Raises UserError for an unknown term, weighting or constant,
+    a kernel, ``detach`` or ``on_policy`` that does not fit.
     """
 
     def __init__(
@@ -70,8 +70,10 @@ class Learner(nn.Module):
             what, instead = ("detach=true", "detach=false") if detach else (f"weighting={weighting}", "weighting=decay")
             raise UserError(f"loss.{what} is of chains of guesses, {drafter.config['head']} is trained on single ones: take loss.{instead}")
         check_loss(terms, weighting, constants)
-        if "selector" in terms and terms.keys() <= set(BESIDE):
-            raise UserError("loss.terms.selector orders the candidates that a divergence finds: name one beside it, such as kl")
+        if terms.keys() <= set(BESIDE):
+            for name, does in (("selector", "orders the candidates that a divergence finds"), ("base", "repeats the divergences")):
+                if name in terms:
+                    raise UserError(f"loss.terms.{name} {does}: name one beside it, such as kl")
         check_kernel(kernel, terms, next(drafter.parameters()).device)
         self.drafter, self.decay, self.chunk, self.weighting, self.base_until = drafter, decay, chunk, weighting, base_until
         self.constants, self.detach, self.on_policy, self.kernel = constants, detach, on_policy, kernel
@@ -170,13 +172,15 @@ class Learner(nn.Module):
                 return fused_loss(hidden, unembeddings, *target, figures=judged, ask_BA=ask_BA, **chosen)
 
         out = loss_of(hidden, unembeddings)
-        base = max(0.0, 1 - done / self.base_until) if self.base_until and self.training else 0.0
-        if base > 0:
+        fading = max(0.0, 1 - done / self.base_until) if self.base_until and self.training else 0.0
+        base = self.beside.get("base", 0.0)
+        if fading > 0 or base:
             if unembeddings[0].correction_VR is None:
-                raise UserError("loss.base_until is for drafters that correct the guesses of a backbone: this one has no correction")
+                name = "base_until" if fading > 0 else "terms.base"
+                raise UserError(f"loss.{name} is for drafters that correct the guesses of a backbone: this one has no correction")
             backbone = [u.parts(h)[0] for u, h in zip(unembeddings, hidden, strict=True)]
             plain = loss_of(backbone, [u.uncorrected() for u in unembeddings])
-            out.loss_sum = (1 - base) * out.loss_sum + base * plain.loss_sum
+            out.loss_sum = (1 - fading) * out.loss_sum + (fading + base) * plain.loss_sum
         self._add_beside(out, drafts, batch, supervised, ask_BA)
         if figures and self.asked > self.depth:  # a deeper guess equals a later root's guess of depth 1
             later = [torch.roll(out.match_KBT[0], -d, dims=-1) & batch.supervised(d + 1) for d in range(self.asked)]

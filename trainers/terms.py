@@ -19,7 +19,9 @@ from headstart.trainers.divergences import Divergence, find, names
 
 Constants = Mapping[str, Mapping[str, float]] | None  # term or weighting -> constant -> value, where it is not the default
 Weighting = Callable[[Tensor, Tensor, Tensor], Tensor]  # (alpha_KBT, true_KBT: see LossOut; supervised_KBT) -> [K, B, T]
-BESIDE = ("feature", "confidence", "selector")  # terms that are not divergences of two distributions (trainers/beside.py, selector.py)
+# Terms that are not divergences of two distributions (trainers/beside.py, selector.py); base: the divergences once more, of the guesses
+# without their correction (trainers/learner.py).
+BESIDE = ("feature", "confidence", "selector", "base")
 
 
 def chain(alpha_KBT: Tensor, true_KBT: Tensor, supervised_KBT: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from headstart.heads.formats.llama import llama_arguments, llama_config
 from headstart.heads.formats.llama import read as read
 from headstart.heads.serving import Command, sglang, vllm
 
-DFLASH, DFLASH2, DSPARK = "DFlashDraftModel", "DFlash2DraftModel", "Qwen3DSparkModel"
+DFLASH, DFLASH2, DSPARK, XPRESS = "DFlashDraftModel", "DFlash2DraftModel", "Qwen3DSparkModel", "Qwen3XPressModel"
 THEIRS = {
     "markov_w1.weight": "markov_head.markov_w1.weight",
     "markov_w2": "markov_head.markov_w2.weight",
@@ -32,6 +32,25 @@ THEIRS = {
     "predecessor.weight": "candidate_selector.predecessor_codebook",
     "successor": "candidate_selector.successor_codebook",
     "slot_projection.weight": "candidate_selector.hidden_projection.weight",
+    "token_latent.weight": "xpress_head.w1.weight",
+    "slot_latent.weight": "xpress_head.down_h.weight",
+    "mean_latent.weight": "xpress_head.down_g.weight",
+    "fuse.weight": "xpress_head.in_proj.weight",
+    "mixer": "xpress_head.mix.L",
+    "mlp.gate_proj.weight": "xpress_head.mlp.gate_proj.weight",
+    "mlp.up_proj.weight": "xpress_head.mlp.up_proj.weight",
+    "mlp.down_proj.weight": "xpress_head.mlp.down_proj.weight",
+    "readout": "xpress_head.w2.weight",
+}
+LIBRARY = {  # XPress's in the speculators library, by those of vLLM
+    f"refiner_head.{library}": f"xpress_head.{engine}"
+    for library, engine in {
+        "token_embed.weight": "w1.weight",
+        **{f"{name}.weight": f"{name}.weight" for name in ("down_h", "down_g", "in_proj")},
+        "mix_l": "mix.L",
+        **{f"mlp_{name}.weight": f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")},
+        "readout.weight": "w2.weight",
+    }.items()
 }
 
 # Embedding and head are the target's, whether it ties them or not. A sliding window has no effect where no layer uses it.
@@ -56,20 +75,21 @@ DSPARK_ONLY: dict[str, tuple[Any, ...]] = {
     "enable_confidence_head": (True, None),
     "confidence_head_with_markov": (True, None),
 }
-ARCHITECTURE = {"dspark": DSPARK, "dflash2": DFLASH2}  # of the others: DFLASH
+ARCHITECTURE = {"dspark": DSPARK, "dflash2": DFLASH2, "xpress": XPRESS}  # of the others: DFLASH
 CONV = {"conv_taps": "conv_kernel_size", "conv_group": "conv_group_size", "rank": "selector_rank", "candidates": "selector_top_k"}
+REFINER = {"rank": ("xpress_rank", 256), "mlp_hidden": ("xpress_mlp_hidden", 512)}  # our setting, vLLM's key, its default
 DOMINO_ONLY: dict[str, tuple[Any, ...]] = {"shift_label": (True, None), "pure_draft_prefix_len": (1, None)}
 ONLY = {"dspark": DSPARK_ONLY, "domino": DOMINO_ONLY}
 
 
 def names(drafter: Any) -> dict[str, str]:
-    """Qwen3's names, which ours are; what DSpark, Domino and DFlash 2 add gets its authors' names."""
+    """Qwen3's names, which ours are; what DSpark, Domino, DFlash 2 and XPress add gets its authors' names."""
     return {name: THEIRS.get(name, name) for name in drafter.state_dict()}
 
 
 def canonical(name: str) -> str:
-    """The name without the prefix of a whole model, which some files have."""
-    return name.removeprefix("model.")
+    """The name without the prefix of a whole model, which some files have; the speculators library's own names in those of engines."""
+    return LIBRARY.get(name, name.removeprefix("model."))
 
 
 def config(drafter: Any) -> dict[str, Any]:
@@ -93,16 +113,21 @@ def config(drafter: Any) -> dict[str, Any]:
         block |= {"gru_hidden_dim": drafter.gru, "emb_dim": drafter.widen.shape[1]}
     if head == "dflash2":
         block |= {theirs: drafter.config[ours] for ours, theirs in CONV.items()}
+    if head == "xpress":
+        # Engines refine whole blocks in passes. Each pass settles at least one more slot, so as many passes as slots end where step by step
+        # drafting does. Of all tokens: not only of the likeliest ones of the backbone.
+        keys |= {"xpress_block_size": drafter.block, "xpress_num_passes": drafter.max_depth, "xpress_topc": 0}
+        keys |= {theirs: drafter.config[ours] for ours, (theirs, _) in REFINER.items()}
     return keys | {"dflash_config": block}
 
 
 def recognises(config: dict[str, Any]) -> bool:
-    """A folder with one of the three architecture names."""
-    return architecture(config) in (DFLASH, DFLASH2, DSPARK)
+    """A folder with one of the four architecture names."""
+    return architecture(config) in (DFLASH, DFLASH2, DSPARK, XPRESS)
 
 
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
-    """Which of the five kinds it is, and its sizes. Raises UserError for keys that would change what engines compute."""
+    """Which of the six kinds it is, and its sizes. Raises UserError for keys that would change what engines compute."""
     said = _said(config)
     named = {name: head for head, name in ARCHITECTURE.items()}.get(architecture(config))
     head = named or ("domino" if said.get("projector_type") == "domino" else "jetspec" if _causal(said) else "dflash")
@@ -123,6 +148,10 @@ def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetS
         found |= {"gru": said["gru_hidden_dim"], "rank": said["emb_dim"]}
     if head == "dflash2":
         found |= {ours: said[theirs] for ours, theirs in CONV.items()}
+    if head == "xpress":  # how many passes engines make, and over how many tokens, changes what they find, not what is looked for
+        found |= {ours: said.get(theirs, default) for ours, (theirs, default) in REFINER.items()}
+        found["block"] = said.get("xpress_block_size") or found["block"]
+        need(said, {"block_size": (found["block"],)})
     return head, found
 
 
@@ -152,6 +181,8 @@ def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Comman
         return [sglang(target, folder, "DFLASH", needs, domino_candidate_pool_size=0)]  # 0: of the whole vocabulary, as trained
     if head == "dspark":
         return [vllm(target, folder, "dspark", whole, "0.32 or newer, on a GPU"), sglang(target, folder, "DSPARK", "0.5.18 or newer")]
+    if head == "xpress":
+        return [vllm(target, folder, "dflash", whole, "0.33 or newer, on a GPU; it drafts greedily at every temperature")]
     releases = {"dflash2": ("0.29 or newer, on a GPU", "0.5.23 or newer"), "dflash": ("0.20.2 or newer", "0.5.11 or newer")}
     # jetspec: earlier ones do not read is_causal and look both ways, silently
     in_vllm, in_sglang = releases.get(head, ("0.32 or newer", "0.5.17 or newer"))

@@ -13,23 +13,26 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headstart.heads import hub
 from headstart.heads.errors import UserError
+from headstart.heads.memory import Memory
 from headstart.heads.unroll import unroll
+from headstart.heads.visibility import CausalSees
 from tests.drafters import fresh, make, random_tokens, roots_of
 from tests.heads.reference import Reference
 from tests.tiny_targets import tiny_target
 
 TARGET, MASK = functools.cache(tiny_target), 95
 SMALL: dict[str, dict[str, Any]] = {
-    name: dict(layers=2, block=5, taps=[2, 3, 5]) for name in ("dflash", "jetspec", "dflash2", "dspark", "domino")
+    name: dict(layers=2, block=5, taps=[2, 3, 5]) for name in ("dflash", "jetspec", "dflash2", "xpress", "dspark", "domino")
 }
 SMALL["domino"] |= dict(gru=24, rank=12)
 SMALL["dspark"] |= dict(rank=10)
 SMALL["dflash2"] |= dict(rank=10, candidates=12, conv_taps=3, conv_group=8)
+SMALL["xpress"] |= dict(rank=16, mlp_hidden=64)
 SMALL["peagle"] = dict(layers=2, depth=4, taps=[2, 3, 5])
 EXTRA = {
     "dflash": set(),
@@ -38,8 +41,20 @@ EXTRA = {
         *(f"candidate_selector.{x}" for x in ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")),
         *(f"layers.{i}.{on}_conv.{x}" for i in (0, 1) for on in ("attention", "mlp") for x in ("base_kernel", "kernel_projection.weight")),
     },
+    "xpress": {
+        *(f"xpress_head.{x}.weight" for x in ("w1", "w2", "down_h", "down_g", "in_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")),
+        "xpress_head.mix.L",
+    },
     "dspark": {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight", "confidence_head.proj.weight", "confidence_head.proj.bias"},
     "domino": {"prefix_gru.weight_ih_l0", "prefix_gru.weight_hh_l0", "embed_proj.0.weight", "embed_proj.2.weight"},
+}
+
+XPRESS = {  # of vLLM's names those of the speculators library
+    "xpress_head.w1.weight": "refiner_head.token_embed.weight",
+    "xpress_head.w2.weight": "refiner_head.readout.weight",
+    "xpress_head.mix.L": "refiner_head.mix_l",
+    **{f"xpress_head.{x}.weight": f"refiner_head.{x}.weight" for x in ("down_h", "down_g", "in_proj")},
+    **{f"xpress_head.mlp.{x}_proj.weight": f"refiner_head.mlp_{x}.weight" for x in ("gate", "up", "down")},
 }
 
 
@@ -113,6 +128,42 @@ def ours(folder: Path, root: int, depth: int) -> list[Tensor]:
     return [drafter.unembedding(d).logits(draft.hidden_BNH)[0, root] for d, draft in enumerate(drafts, start=1)]
 
 
+def refined(w: dict[str, Tensor], slots: Tensor, before: list[int]) -> Tensor:
+    """What XPress's refiner adds to the logits of all slots but the first, in one pass. ``before``: the token before each slot."""
+    w = {name.removeprefix("xpress_head."): tensor for name, tensor in w.items()}
+    mean = slots.mean(0).expand(len(slots), -1)
+    parts = [slots @ w["down_h.weight"].T, mean @ w["down_g.weight"].T, w["w1.weight"][torch.tensor(before)]]
+    x = torch.cat(parts, -1) @ w["in_proj.weight"].T
+    x = torch.einsum("ckj,jc->kc", w["mix.L"].tril() + torch.eye(len(slots)), x)
+    gated = F.silu(x @ w["mlp.gate_proj.weight"].T) * (x @ w["mlp.up_proj.weight"].T)
+    return ((x + gated @ w["mlp.down_proj.weight"].T) @ w["w2.weight"].T)[1:]
+
+
+@torch.no_grad()
+def test_passes_over_whole_blocks_end_where_steps_do(tmp_path: Path) -> None:
+    """XPress as engines draft with it: the likeliest tokens of the backbone, refined as often as config.json says."""
+    drafter, (tokens, states), settled = make("xpress", TARGET(), **SMALL["xpress"] | dict(mask_token=MASK)), text(), list[int]()
+    drafter.token_latent.weight *= 20  # type: ignore[operator]  # else the tokens before would hardly ever change a guess
+    hub.save(drafter, tmp_path / "s", TARGET().card, torch.float32)
+    engine, every = Engine(tmp_path / "s", TARGET().model), roots_of(TARGET(), drafter, torch.tensor([tokens]))
+    assert (engine.config["xpress_num_passes"], engine.config["xpress_topc"]) == (4, 0)
+    for n in range(4, 13):  # roots
+        slots, anchor, sees = engine.block([s[:n] for s in states], tokens[n], n), [tokens[n]], CausalSees(n, n)
+        logits = (slots @ engine.head.T)[1:]
+        passes = [logits.argmax(-1).tolist()]
+        for _ in range(4):
+            passes.append((logits + refined(engine.w, slots, anchor * 2 + passes[-1][:-1])).argmax(-1).tolist())
+        memory, found = Memory(), list[int]()
+        draft = drafter.begin(every[:n], memory, sees, torch.tensor([[n - 1]]))
+        for d in range(1, 5):
+            if d > 1:
+                draft = drafter.step(d, torch.tensor([found[-1:]]), draft, torch.tensor([[n + d - 2]]), memory, sees)
+            found.append(int(drafter.unembedding(d).logits(draft.hidden_BNH).argmax()))
+        assert passes[-1] == found
+        settled.append(passes.index(found))
+    assert max(settled) > 1, "one pass would always do"
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", EXTRA)
 def test_engines_compute_what_we_do(name: str, tmp_path: Path) -> None:
@@ -122,11 +173,11 @@ def test_engines_compute_what_we_do(name: str, tmp_path: Path) -> None:
     layer = [f"self_attn.{x}.weight" for x in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
     layer += [f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")] + ["input_layernorm.weight", "post_attention_layernorm.weight"]
     assert w.keys() == {"fc.weight", "hidden_norm.weight", "norm.weight", *(f"layers.{i}.{x}" for i in (0, 1) for x in layer)} | EXTRA[name]
-    named = {"dflash2": "DFlash2DraftModel", "dspark": "Qwen3DSparkModel"}.get(name, "DFlashDraftModel")
+    named = {"dflash2": "DFlash2DraftModel", "xpress": "Qwen3XPressModel", "dspark": "Qwen3DSparkModel"}.get(name, "DFlashDraftModel")
     assert engine.config["is_causal"] == (name == "jetspec") and engine.config["architectures"] == [named]
     slots = engine.block([s[: root + 1] for s in states], tokens[root + 1], root + 1)
     logits = list(slots @ engine.head.T)
-    if name in ("dflash", "jetspec", "dflash2"):
+    if name in ("dflash", "jetspec", "dflash2", "xpress"):
         logits = logits[1:]
     if name == "dflash2":
         part = {x: w[f"candidate_selector.{x}"] for x in ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")}
@@ -135,6 +186,8 @@ def test_engines_compute_what_we_do(name: str, tmp_path: Path) -> None:
             context = part["predecessor_codebook"][tokens[root + 1 + k]] * (part["hidden_projection.weight"] @ slots[k + 1])
             scores = x[ids] + part["successor_codebook"][ids] @ context
             logits[k] = torch.full_like(x, -torch.inf).index_copy(0, ids, scores)
+    if name == "xpress":
+        logits = list(torch.stack(logits) + refined(w, slots, tokens[root + 1 : root + 2] + tokens[root + 1 : root + 5]))
     if name == "dspark":
         logits = [
             x + w["markov_head.markov_w2.weight"] @ w["markov_head.markov_w1.weight"][tokens[root + 1 + k]] for k, x in enumerate(logits)
@@ -153,7 +206,7 @@ def test_engines_compute_what_we_do(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["dflash", "dflash2", "dspark"])
+@pytest.mark.parametrize("name", ["dflash", "dflash2", "xpress", "dspark"])
 def test_folders_of_the_speculators_library_load(name: str, tmp_path: Path) -> None:
     """As its 0.9.0 writes them (EXPERIMENTS.md, 2026-11-26: its own classes compute our logits)."""
     folder, path = tmp_path / "s", tmp_path / "s" / "config.json"
@@ -164,6 +217,12 @@ def test_folders_of_the_speculators_library_load(name: str, tmp_path: Path) -> N
     keys = ("mask_token_id", "block_size", "sample_from_anchor", "markov_rank", "markov_head_type", "enable_confidence_head",
             "confidence_head_with_markov", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")  # fmt: skip
     own = {key: said.pop(key) for key in keys if key in said}
+    if name == "xpress":
+        for key in ("xpress_block_size", "xpress_mlp_hidden", "xpress_num_passes", "xpress_topc"):
+            del said[key]
+        own |= {"xpress_rank": said.pop("xpress_rank"), "xpress_mlp_ratio": 4, "num_jacobi_passes": 6}
+        tensors = load_file(folder / "model.safetensors")
+        save_file({XPRESS.get(key, key): value for key, value in tensors.items()}, folder / "model.safetensors")
     for key in ("headstart", "architectures", "is_causal", "num_target_layers"):
         del said[key]
     taps = [k + 1 for k in said.pop("target_layer_ids")]
@@ -178,6 +237,11 @@ def test_folders_of_the_speculators_library_load(name: str, tmp_path: Path) -> N
     loaded = load()
     assert loaded.config == ours.config | dict(heads=2, kv_heads=1, intermediate_size=48)  # said, where ours took the target's
     assert all(torch.equal(loaded.state_dict()[k], v) for k, v in ours.state_dict().items())
+    if name == "xpress":
+        with pytest.raises(UserError, match=r"xpress_mlp_ratio and xpress_rank must be whole numbers, found '4' and 16"):
+            load(xpress_mlp_ratio="4")
+        with pytest.raises(UserError, match=r"xpress_head\.mlp"):
+            load(xpress_mlp_ratio=8)
     other = name != "dspark"  # of the two layouts of a block
     for changes, message in [
         ({"sample_from_anchor": other}, f"sample_from_anchor={other}"),
@@ -224,6 +288,9 @@ def test_what_a_folder_cannot_say_is_refused(tmp_path: Path) -> None:
     for name, wrong, message in [
         ("dflash", dict(mask_token=96), r"head\.mask_token must be a token of the target \(0\.\.95\), found 96"),
         ("peagle", dict(mask_token=10**9), r"head\.mask_token"),
+        ("xpress", dict(mask_token=5, rank=24), r"head\.rank=24: engines take powers of two from 16 on, with head\.mask_token"),
+        ("xpress", dict(mask_token=5, rank=8), r"head\.rank=8"),
+        ("xpress", dict(mask_token=5, mlp_hidden=96), r"head\.mlp_hidden=96: engines take multiples of 64, with head\.mask_token"),
         ("dspark", dict(mask_token=5, taps=[2, 6]), r"engines read outputs of layers.*within 1\.\.5"),
     ]:
         with pytest.raises(UserError, match=message):
@@ -235,6 +302,7 @@ def test_what_a_folder_cannot_say_is_refused(tmp_path: Path) -> None:
         ("dflash", "layer_types", ["sliding_attention", "full_attention"]),
         ("domino", "shift_label", False),
         ("dflash2", "sample_from_anchor", True),
+        ("xpress", "sample_from_anchor", True),
     ]:
         folder = tmp_path / f"{name}-{key}"
         saved(name, folder)

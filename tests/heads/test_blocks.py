@@ -25,7 +25,7 @@ from tests.drafters import fresh, make, random_tokens, roots_of
 from tests.tiny_targets import tiny_target
 
 TARGET = functools.cache(tiny_target)
-BACKBONE = ["dflash", "jetspec", "dflash2", "dspark", "domino"]
+BACKBONE = ["dflash", "jetspec", "dflash2", "xpress", "dspark", "domino"]
 BLOCKS = [*BACKBONE, "peagle"]
 SMALL: dict[str, dict[str, Any]] = {name: dict(layers=2, block=5) for name in BACKBONE} | {"peagle": dict(layers=2, depth=4)}
 EXACT = dict(rtol=0, atol=1e-5)
@@ -187,6 +187,39 @@ def test_a_fresh_dflash2_is_dflash_among_its_candidates() -> None:
     roots = roots_of(TARGET(), drafter, torch.tensor([random_tokens(14, seed=3)]))
     for a, b in zip(*(logits_of(x, unroll(x, roots, None, 4), 6) for x in (plain, drafter)), strict=True):
         torch.testing.assert_close(b, a.masked_fill(a < a.topk(16).values[-1], -torch.inf))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("t", [0, 6])
+def test_the_refiner_is_its_definition(t: int) -> None:
+    """Slot k guesses x[t+1+k]; its logits are corrected by what the slots up to it and the tokens before each of them say."""
+    drafter, roots, tokens, states = case("xpress")
+    loops = Loops(drafter, TARGET())
+    slots, w = loops.dflash(states, tokens[t + 1], t, 5, causal=False).double(), {k: v.double() for k, v in loops.w.items()}
+    mean, latents = sum(slots) / 5, list[Tensor]()
+    assert drafter.max_depth == 4 and w["mixer"].shape == (16, 5, 5)
+    for k in range(5):
+        before = tokens[t + k] if k else tokens[t + 1]  # of the anchor's slot: the anchor
+        parts = [w["slot_latent.weight"] @ slots[k], w["mean_latent.weight"] @ mean, w["token_latent.weight"][before]]
+        latents.append(w["fuse.weight"] @ torch.cat(parts))
+    for k, found in enumerate(logits_of(drafter, unroll(drafter, roots, None, 4), t), start=1):
+        u = latents[k].clone()
+        for c in range(16):
+            for j in range(k + 1):
+                u[c] += w["mixer"][c, k, j] * latents[j][c]
+        gate, up, down = (w[f"mlp.{n}_proj.weight"] for n in ("gate", "up", "down"))
+        u = u + down @ (F.silu(gate @ u) * (up @ u))
+        torch.testing.assert_close(found.double(), loops.head.double() @ slots[k] + w["readout"] @ u, **EXACT)
+
+
+@torch.no_grad()
+def test_a_fresh_xpress_is_dflash() -> None:
+    """The refiner corrects nothing at the start."""
+    plain, drafter = (make(name, TARGET(), noise=0.0, layers=2, block=5) for name in ("dflash", "xpress"))
+    drafter.load_state_dict(plain.state_dict(), strict=False)
+    roots = roots_of(TARGET(), drafter, torch.tensor([random_tokens(14, seed=3)]))
+    for a, b in zip(*(logits_of(x, unroll(x, roots, None, 4), 6) for x in (plain, drafter)), strict=True):
+        torch.testing.assert_close(b, a)
 
 
 @torch.no_grad()

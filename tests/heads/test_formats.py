@@ -195,7 +195,7 @@ def test_a_folder_of_the_speculators_library_loads(said: dict[str, Any], tmp_pat
     assert loaded.taps == drafter.taps
     assert all(torch.equal(loaded.state_dict()[k], v.half()) for k, v in drafter.state_dict().items())
     path.write_text(json.dumps(outside | about | {"speculators_model_type": "mtp"}))
-    with pytest.raises(UserError, match=r"of the kind 'mtp': only its eagle3, peagle, dflash, dflash2, dspark are read here"):
+    with pytest.raises(UserError, match=r"of the kind 'mtp': only its eagle3, peagle, dflash, dflash2, dspark, xpress are read here"):
         hub.load(tmp_path / "s", target.shape)
 
 

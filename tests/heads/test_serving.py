@@ -42,12 +42,13 @@ FOUND: list[tuple[str, dict[str, Any], tuple[Any, ...] | None, dict[str, Any], s
     ("dflash", dict(layers=2), None, {}, set()),
     ("jetspec", dict(layers=2, block=8, **MASK), ("dflash", 7), {}, {"vLLM", "SGLang"}),
     ("dflash2", dict(layers=2, block=8, **MASK), ("dflash", 7), {}, {"vLLM", "SGLang"}),
+    ("xpress", dict(layers=2, block=8, **MASK), ("dflash", 7), {}, {"vLLM"}),
     ("dspark", dict(layers=2, block=7, **MASK), ("dspark", 7), {}, {"vLLM", "SGLang"}),
     ("domino", dict(layers=2, block=7, **MASK), None, {}, {"SGLang"}),
     ("draft_lm", {}, ("draft_model", 6), {}, {"vLLM", "SGLang", "transformers"}),
     *((head, {}, None, {}, set()) for head in ("mtp", "hydra", "redrafter", "exit_head")),
 ]
-BLOCKS = ("dflash", "jetspec", "dflash2", "domino")
+BLOCKS = ("dflash", "jetspec", "dflash2", "xpress", "domino")
 DIR = "runs/it's here/speculator"  # a path that has to be quoted
 
 
