@@ -48,7 +48,7 @@ FOUND: list[tuple[str, dict[str, Any], tuple[Any, ...] | None, dict[str, Any], s
     ("draft_lm", {}, ("draft_model", 6), {}, {"vLLM", "SGLang", "transformers"}),
     *((head, {}, None, {}, set()) for head in ("mtp", "hydra", "redrafter", "exit_head")),
 ]
-BLOCKS = ("dflash", "jetspec", "dflash2", "xpress", "domino")
+BLOCKS = ("dflash", "jetspec", "dflash2", "domino")
 DIR = "runs/it's here/speculator"  # a path that has to be quoted
 
 
