@@ -42,8 +42,8 @@ class Learner(nn.Module):
     are not the defaults. ``chunk``: the most rows of draft logits at a time. ``kernel``: computes the loss: "torch", "triton" or "auto".
     ``base_until``: during this share of the training the loss is a mean of the full loss and of that of the guesses without their
     correction, whose weight falls from 1 to 0 (2605.29707: the backbone learns first). The term ``base`` adds the latter with a weight that
-    stays. ``detach``: see ``unroll``. ``on_policy``: see trainers/on_policy.py. Raises UserError for an unknown term, weighting or constant,
-    a kernel, ``detach`` or ``on_policy`` that does not fit.
+    stays. ``detach``: see ``unroll``. ``on_policy``: see trainers/on_policy.py. Raises UserError for an unknown term, weighting or
+    constant, a kernel, ``detach`` or ``on_policy`` that does not fit.
     """
 
     def __init__(
