@@ -61,7 +61,7 @@ from headstart.trainers.trainer import fit
 
 ROWS, LENGTH, RATIO = 4, 256, 8  # of a batch; how many times a drafter's step the target's pass shall cost
 TREE = "decode=dynamic"  # where accepted lengths are compared: the same for all, whatever it costs on this machine
-TOLD = ("prompts", "tree", "train_steps", "dtype", "device", "commit")
+TOLD = ("prompts", "tree", "train_steps", "dtype", "device", "commit")  # tree: where it is the same for all drafters
 LENGTHS = ("t0_chain", "t0_tree", "t1_chain", "t1_tree", "off_policy_expected_length")
 
 
@@ -252,8 +252,7 @@ def main() -> None:
 
     prompts = [] if args.prompts is None else [f"decode.prompts={args.prompts}"]
     made = train(runs / experiment, f"experiment={experiment}", "decode=auto", *prompts)
-    about = {"prompts": made["prompts"], "tree": made["tree"], "steps": made["train_steps"]}
-    done({"drafters": made["arms"], "failed": made["failed"], **about})
+    done({"drafters": made["arms"], "failed": made["failed"], **{key: made[key] for key in TOLD if key in made}})
     done(worst(speedups(runs / experiment, [arm["name"] for arm in made["arms"]], *((3, 2) if args.quick else (8, 3)))))
     show(runs / experiment, results / name)
     if not args.quick:
