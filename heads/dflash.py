@@ -3,7 +3,8 @@
 Root t belongs to the anchor a = t + 1: x[a] is the last known token. A block has S slots, [x[a], MASK x (S-1)], at positions
 a..a+S-1. In every layer the queries of the block see two kinds of keys and values: those of z = norm(fc(tapped states)) of the roots
 up to t, and those of the block itself. Roots pass through no layer, so memory holds only their keys and values; blocks are forgotten.
-Slot k guesses x[a+k]; slot 0 guesses nothing. Layers are Qwen3's; embedding and head are the target's, frozen.
+Slot k guesses x[a+k]; slot 0 guesses nothing. Layers are Qwen3's; embedding and head are the target's, frozen. A trimmed vocabulary
+(``draft_vocab``) has a head of its own, which starts as the target's rows and is trained.
 
 ``begin`` does all the work, and ``step`` only reads the slot of its depth. The mask is a learned vector or, as in published folders,
 the embedding of a target token that no text contains (``mask_token``). Engines load only folders of the second kind.
@@ -24,6 +25,7 @@ from headstart.heads.layers import DecoderLayer, RMSNorm, Rope
 from headstart.heads.memory import Beside, Memory
 from headstart.heads.unembedding import Unembedding
 from headstart.heads.visibility import BlockSees, Sees, blocks_of
+from headstart.heads.vocab import OutputHead, check_ids
 
 Sizes = tuple[int, int, int, int, int, float]  # of a layer: hidden, heads, kv_heads, head_dim, intermediate, epsilon of norms
 
@@ -59,8 +61,8 @@ def mask_of(drafter: Any) -> Tensor:
 
 class Dflash(Drafter):
     """``block``: number of slots, including the anchor's. ``mask_token``: the token whose embedding is the mask; None: a learned vector.
-    ``anchors``: roots of a row that are trained at a time. Raises UserError for settings that do not fit the target or, with
-    ``mask_token``, the engines.
+    ``draft_vocab``: target ids of a head of its own; None: the target's head. ``anchors``: roots of a row that are trained at a time.
+    Raises UserError for settings that do not fit the target or, with ``mask_token``, the engines.
     """
 
     only_trained = ("anchors",)
@@ -78,6 +80,7 @@ class Dflash(Drafter):
         intermediate_size: int | None = None,
         taps: list[int] | None = None,
         mask_token: int | None = None,
+        draft_vocab: list[int] | None = None,
         anchors: int = 64,
     ) -> None:
         super().__init__(shape)
@@ -99,7 +102,19 @@ class Dflash(Drafter):
         self.mask_embedding = nn.Parameter(torch.randn(D) * 0.02) if mask_token is None else None
         self.layers = nn.ModuleList(self._layer((D, heads, kv_heads, shape.head_dim, width, eps)) for _ in range(layers))
         self.norm = RMSNorm(D, eps)
+        trimmed = check_ids(draft_vocab, shape.vocab_size) is not None
+        self.lm_head = OutputHead(D, shape.vocab_size, draft_vocab) if trimmed else None
         self.rope = Rope(shape.rope, shape.head_dim, shape.max_positions)
+
+    @property
+    def draft_ids(self) -> Tensor | None:
+        """The target ids [V] of the draft vocabulary, ascending; None: all."""
+        return None if self.lm_head is None else self.lm_head.ids
+
+    def start_from(self, ends: TargetEnds) -> None:
+        """The output head of a trimmed vocabulary starts as the target's rows."""
+        if self.lm_head is not None:
+            self.lm_head.start_from(ends)
 
     def _layer(self, sizes: Sizes) -> nn.Module:
         """A decoder layer. Subclasses may have layers of their own."""
@@ -163,5 +178,5 @@ class Dflash(Drafter):
         return Draft(self.slot(depth, state), state)
 
     def unembedding(self, depth: int) -> Unembedding:
-        """The target's own head."""
-        return Unembedding(self.ends.head_VD)
+        """The target's own head, or that of the trimmed vocabulary."""
+        return Unembedding(self.ends.head_VD) if self.lm_head is None else self.lm_head.unembedding()

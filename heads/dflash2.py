@@ -73,7 +73,7 @@ class ConvLayer(nn.Module):
         return x + self.mlp_conv.around(lambda y: self.mlp(y, alone), self.post_attention_layernorm(x))
 
 
-class Dflash2(Dflash):
+class Dflash2(Dflash, without=("draft_vocab",)):
     """``rank``, ``candidates``: of the selector. ``conv_taps``: slots that a convolution reads, its own among them. ``conv_group``:
     channels that share a delta. Raises UserError for more candidates than tokens, and for a convolution that does not fit.
     """

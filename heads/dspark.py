@@ -7,6 +7,7 @@ logit, linear in [slot; W1[prev]], which is trained on the acceptance (loss term
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ class Dspark(Dflash):
         super().__init__(shape, block=block, **more)
         self.markov_w1 = nn.Embedding(shape.vocab_size, rank)
         nn.init.normal_(self.markov_w1.weight, std=0.02)
-        self.markov_w2 = nn.Parameter(torch.zeros(shape.vocab_size, rank))
+        guessed = shape.vocab_size if self.draft_ids is None else len(self.draft_ids)  # tokens that it can guess
+        self.markov_w2 = nn.Parameter(torch.zeros(guessed, rank))
         self.confidence = nn.Linear(shape.hidden_size + rank, 1)
 
     def _after(self, depth: int, tokens_BN: Tensor, state: Tensor) -> Draft:
@@ -35,5 +37,5 @@ class Dspark(Dflash):
         return Draft(hidden, state, self.confidence(hidden).squeeze(-1))
 
     def unembedding(self, depth: int) -> Unembedding:
-        """The target's own head, and the Markov head's matrix W2."""
-        return Unembedding(self.ends.head_VD, correction_VR=self.markov_w2)
+        """DFlash's head, and the Markov head's matrix W2, which has a row for each of its tokens."""
+        return replace(super().unembedding(depth), correction_VR=self.markov_w2)

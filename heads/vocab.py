@@ -52,6 +52,20 @@ def from_d2t(d2t_V: Tensor) -> list[int]:
     return (torch.arange(len(d2t_V)) + d2t_V.long()).tolist()
 
 
+def maps_of(ids_V: Tensor | None, vocab_size: int) -> dict[str, Tensor]:
+    """The maps as tensors of a file. ``ids_V`` None: the whole vocabulary, which has none."""
+    return {} if ids_V is None else dict(zip(("d2t", "t2d"), to_maps(ids_V.cpu(), vocab_size), strict=True))
+
+
+def ids_of(tensors: dict[str, Tensor], vocab_size: int) -> list[int] | None:
+    """The target ids that the maps in a file stand for. None: all, and ``tensors`` loses its maps, if it has any."""
+    ids = from_d2t(tensors["d2t"]) if "d2t" in tensors else None
+    if ids == list(range(vocab_size)):  # some write maps of zeros for a whole vocabulary
+        ids = None
+        tensors.pop("d2t"), tensors.pop("t2d", None)
+    return ids
+
+
 class OutputHead(nn.Linear):
     """A drafter's own output head, [V, width] without bias, for the whole vocabulary or for the target ids in ``draft_vocab``."""
 

@@ -1,6 +1,8 @@
 """The folder of DFlash and the drafters built on it, as vLLM and SGLang load it (Domino: SGLang alone).
 
-Names are Qwen3's without a prefix. Embedding and head are the target's and not in the file; the mask is a token of the target.
+Names are Qwen3's without a prefix. Embedding and head are the target's and not in the file; the mask is a token of the target. A trimmed
+vocabulary has its head and the maps of ``heads/vocab.py`` in the file, as in EAGLE-3's: vLLM alone reads them, and in DFlash's folders it
+would not miss them, so what lacks one is refused here.
 ``target_layer_ids`` count the outputs of layers from 0: one less than our taps. ``is_causal`` is at the top level, where both engines
 read it, and always written, because its default differs between them.
 """
@@ -18,6 +20,7 @@ from headstart.heads.formats.keys import alike, architecture, flag, need, part, 
 from headstart.heads.formats.llama import llama_arguments, llama_config
 from headstart.heads.formats.llama import read as read
 from headstart.heads.serving import Command, sglang, vllm
+from headstart.heads.vocab import ids_of, maps_of
 
 DFLASH, DFLASH2, DSPARK, XPRESS = "DFlashDraftModel", "DFlash2DraftModel", "Qwen3DSparkModel", "Qwen3XPressModel"
 THEIRS = {
@@ -75,6 +78,7 @@ DSPARK_ONLY: dict[str, tuple[Any, ...]] = {
     "enable_confidence_head": (True, None),
     "confidence_head_with_markov": (True, None),
 }
+TRIMMABLE = ("dflash", "jetspec", "dspark")  # may have a trimmed vocabulary
 ARCHITECTURE = {"dspark": DSPARK, "dflash2": DFLASH2, "xpress": XPRESS}  # of the others: DFLASH
 CONV = {"conv_taps": "conv_kernel_size", "conv_group": "conv_group_size", "rank": "selector_rank", "candidates": "selector_top_k"}
 REFINER = {"rank": ("xpress_rank", 256), "mlp_hidden": ("xpress_mlp_hidden", 512)}  # our setting, vLLM's key, its default
@@ -92,6 +96,11 @@ def canonical(name: str) -> str:
     return LIBRARY.get(name, name.removeprefix("model."))
 
 
+def extras(drafter: Any) -> dict[str, Tensor]:
+    """The maps of a trimmed vocabulary."""
+    return maps_of(drafter.draft_ids, drafter.shape.vocab_size)
+
+
 def config(drafter: Any) -> dict[str, Any]:
     """Qwen3's keys. The keys of the block are at the top level for DSpark, in ``dflash_config`` for the others."""
     head, layers = drafter.config["head"], len(drafter.layers)
@@ -104,6 +113,8 @@ def config(drafter: Any) -> dict[str, Any]:
         "block_size": drafter.block,
         "num_target_layers": drafter.shape.layers,
     }
+    if drafter.draft_ids is not None:
+        keys["draft_vocab_size"] = len(drafter.draft_ids)
     block = {"mask_token_id": drafter.mask_token, "target_layer_ids": [k - 1 for k in drafter.taps]}
     if head == "dspark":
         markov = {"markov_rank": drafter.markov_w2.shape[1], "markov_head_type": "vanilla", "sample_from_anchor": True}
@@ -132,7 +143,7 @@ def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetS
     named = {name: head for head, name in ARCHITECTURE.items()}.get(architecture(config))
     head = named or ("domino" if said.get("projector_type") == "domino" else "jetspec" if _causal(said) else "dflash")
     need(said, FIXED | {"projector_type": ("domino" if head == "domino" else None, None)})
-    need(said, {"draft_vocab_size": (shape.vocab_size, None), "num_target_layers": (shape.layers, None)})
+    need(said, {"num_target_layers": (shape.layers, None)})
     need(said, ONLY.get(head, {"sample_from_anchor": (False, None)}))
     if head != "jetspec":
         need(said, dict.fromkeys(("is_causal", "causal"), (False, None)))
@@ -142,6 +153,11 @@ def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetS
         "taps": [k + 1 for k in keys.layers(said["target_layer_ids"], "target_layer_ids")],
         "mask_token": said["mask_token_id"],
     }
+    ids = ids_of(tensors, shape.vocab_size) if head in TRIMMABLE else None
+    if head in TRIMMABLE:
+        found["draft_vocab"] = ids
+    size = (shape.vocab_size, None) if ids is None else (len(ids),)
+    need({"draft_vocab_size": said.get("draft_vocab_size")}, {"draft_vocab_size": size})
     if head == "dspark":
         found["rank"] = said["markov_rank"]
     if head == "domino":
@@ -176,6 +192,9 @@ def _causal(said: dict[str, Any]) -> bool:
 def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Command]:
     """A block is filled in one pass at its trained length, so engines draft all of it, whatever depth is requested."""
     whole, head = drafter.max_depth, drafter.config["head"]
+    if drafter.draft_ids is not None:  # SGLang always takes the target's head
+        method, needs = ("dspark", ", on a GPU") if head == "dspark" else ("dflash", "")
+        return [vllm(target, folder, method, whole, f"0.33 or newer{needs}")]
     if head == "domino":
         needs = f"0.5.23 or newer, CUDA, bf16; it drafts {whole - 1} of the {whole} tokens"
         return [sglang(target, folder, "DFLASH", needs, domino_candidate_pool_size=0)]  # 0: of the whole vocabulary, as trained

@@ -19,7 +19,7 @@ from headstart.heads.formats.keys import alike, architecture, flag, layers, need
 from headstart.heads.formats.llama import llama_arguments, llama_config
 from headstart.heads.formats.llama import read as read
 from headstart.heads.serving import Command, sglang_chain, tensorrt_llm, vllm
-from headstart.heads.vocab import from_d2t, to_maps
+from headstart.heads.vocab import ids_of, maps_of
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 # Keys of eagle_config, which NVIDIA's folders have.
@@ -65,9 +65,7 @@ def extras(drafter: Any) -> dict[str, Tensor]:
     for name, tensor in drafter.state_dict().items():
         if name.startswith("layers.") and name.endswith("input_layernorm.weight"):
             tensors[_foreign(name).replace("input_layernorm", "hidden_norm")] = tensor.clone()
-    if drafter.draft_ids is not None:
-        tensors["d2t"], tensors["t2d"] = to_maps(drafter.draft_ids.cpu(), drafter.shape.vocab_size)
-    return tensors
+    return tensors | maps_of(drafter.draft_ids, drafter.shape.vocab_size)
 
 
 def config(drafter: Any) -> dict[str, Any]:
@@ -129,10 +127,7 @@ def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetS
 
 def _vocabulary(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> list[int] | None:
     """The draft vocabulary's target ids. None: all; ``tensors`` then loses its maps. Raises UserError if sizes differ."""
-    draft_vocab = from_d2t(tensors["d2t"]) if "d2t" in tensors else None
-    if draft_vocab == list(range(shape.vocab_size)):  # some write maps of zeros for a whole vocabulary
-        draft_vocab = None
-        tensors.pop("d2t"), tensors.pop("t2d", None)
+    draft_vocab = ids_of(tensors, shape.vocab_size)
     size = shape.vocab_size if draft_vocab is None else len(draft_vocab)
     if not alike(config.get("draft_vocab_size"), size):  # with null, one engine takes the target's head, another the file's
         raise UserError(f"the folder has draft_vocab_size={shown(config.get('draft_vocab_size'))}, its tensors a vocabulary of {size}")

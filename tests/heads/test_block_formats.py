@@ -58,6 +58,9 @@ XPRESS = {  # of vLLM's names those of the speculators library
 }
 
 
+TRIMMABLE, IDS = ("dflash", "jetspec", "dspark"), [0, 2, 3, 5, 8, 13, 21, 34, 55, 89]
+
+
 class Engine(Reference):
     """Adds what DFlash's folders need. The context's keys and values are made by each layer from what the target's states became."""
 
@@ -165,18 +168,23 @@ def test_passes_over_whole_blocks_end_where_steps_do(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", EXTRA)
-def test_engines_compute_what_we_do(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "draft_vocab"), [*((name, None) for name in EXTRA), *((name, IDS) for name in TRIMMABLE)])
+def test_engines_compute_what_we_do(name: str, draft_vocab: list[int] | None, tmp_path: Path) -> None:
     folder, root = tmp_path / "s", 7
-    engine = saved(name, folder)
+    trimmed = {} if draft_vocab is None else {"draft_vocab": draft_vocab}
+    engine = saved(name, folder, **trimmed)
     w, (tokens, states) = engine.w, text()
     layer = [f"self_attn.{x}.weight" for x in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
     layer += [f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")] + ["input_layernorm.weight", "post_attention_layernorm.weight"]
-    assert w.keys() == {"fc.weight", "hidden_norm.weight", "norm.weight", *(f"layers.{i}.{x}" for i in (0, 1) for x in layer)} | EXTRA[name]
+    own = {"lm_head.weight", "d2t", "t2d"} if trimmed else set()
+    whole = {"fc.weight", "hidden_norm.weight", "norm.weight", *(f"layers.{i}.{x}" for i in (0, 1) for x in layer)}
+    assert w.keys() == whole | EXTRA[name] | own and engine.config.get("draft_vocab_size") == (len(IDS) if trimmed else None)
+    if trimmed:
+        assert (w["d2t"] + torch.arange(len(IDS))).tolist() == w["t2d"].nonzero()[:, 0].tolist() == IDS
     named = {"dflash2": "DFlash2DraftModel", "xpress": "Qwen3XPressModel", "dspark": "Qwen3DSparkModel"}.get(name, "DFlashDraftModel")
     assert engine.config["is_causal"] == (name == "jetspec") and engine.config["architectures"] == [named]
     slots = engine.block([s[: root + 1] for s in states], tokens[root + 1], root + 1)
-    logits = list(slots @ engine.head.T)
+    logits = list(slots @ (w["lm_head.weight"] if trimmed else engine.head).T)
     if name in ("dflash", "jetspec", "dflash2", "xpress"):
         logits = logits[1:]
     if name == "dflash2":
@@ -206,14 +214,15 @@ def test_engines_compute_what_we_do(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["dflash", "dflash2", "xpress", "dspark"])
-def test_folders_of_the_speculators_library_load(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "draft_vocab"), [("dflash", None), ("dflash2", None), ("xpress", None), ("dspark", None), ("dflash", IDS), ("dspark", IDS)])
+def test_folders_of_the_speculators_library_load(name: str, draft_vocab: list[int] | None, tmp_path: Path) -> None:
     """As its 0.9.0 writes them (EXPERIMENTS.md, 2026-11-26: its own classes compute our logits)."""
     folder, path = tmp_path / "s", tmp_path / "s" / "config.json"
-    saved(name, folder)
+    saved(name, folder, **({} if draft_vocab is None else {"draft_vocab": draft_vocab}))
     ours = hub.load(folder, TARGET().shape)
     said = json.loads(path.read_text())
     said |= said.pop("dflash_config", {})
+    said.pop("draft_vocab_size", None)
     keys = ("mask_token_id", "block_size", "sample_from_anchor", "markov_rank", "markov_head_type", "enable_confidence_head",
             "confidence_head_with_markov", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")  # fmt: skip
     own = {key: said.pop(key) for key in keys if key in said}
@@ -226,7 +235,12 @@ def test_folders_of_the_speculators_library_load(name: str, tmp_path: Path) -> N
     for key in ("headstart", "architectures", "is_causal", "num_target_layers"):
         del said[key]
     taps = [k + 1 for k in said.pop("target_layer_ids")]
-    own |= {"aux_hidden_state_layer_ids": taps, "draft_vocab_size": 96, "target_hidden_size": None, "sliding_window_non_causal": True}
+    own |= {
+        "aux_hidden_state_layer_ids": taps,
+        "draft_vocab_size": len(draft_vocab or range(96)),
+        "target_hidden_size": None,
+        "sliding_window_non_causal": True,
+    }
     own |= {"speculators_model_type": name, "speculators_version": "0.9.0", "speculators_config": {}, "auto_map": {}}
 
     def load(**changes: Any) -> Any:
@@ -247,7 +261,7 @@ def test_folders_of_the_speculators_library_load(name: str, tmp_path: Path) -> N
         ({"sample_from_anchor": other}, f"sample_from_anchor={other}"),
         ({"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids=None, expected a list of layers"),
         ({"aux_hidden_state_layer_ids": [0, 2, 4]}, r"aux_hidden_state_layer_ids=\[0, 2, 4\]: block drafters read outputs of layers"),
-        ({"draft_vocab_size": 50}, "draft_vocab_size=50"),
+        ({"draft_vocab_size": 50}, f"draft_vocab_size=50, this drafter needs {len(draft_vocab or range(96))}"),
         ({"transformer_layer_config": None}, "transformer_layer_config must be a dictionary"),
         ({"transformer_layer_config": said | {"layer_types": ["sliding_attention"] * 2}}, "layers with a sliding window"),
         ({"mask_token_id": None}, "mask_token_id"),
@@ -256,8 +270,23 @@ def test_folders_of_the_speculators_library_load(name: str, tmp_path: Path) -> N
             load(**changes)
 
 
+def test_half_a_trimmed_vocabulary_is_refused(tmp_path: Path) -> None:
+    """vLLM would take the target's first rows, or guess the first ids, and say nothing."""
+    for name in TRIMMABLE:
+        folder = tmp_path / name
+        saved(name, folder, draft_vocab=IDS)
+        config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+        del config["headstart"]
+        for lost, message in [("lm_head.weight", "lm_head.weight is missing"), ("d2t", "draft_vocab_size=10, this drafter needs 96"),
+                              ("draft_vocab_size", "draft_vocab_size=None, this drafter needs 10")]:  # fmt: skip
+            (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if key != lost}))
+            save_file({key: value for key, value in tensors.items() if key != lost}, folder / "model.safetensors")
+            with pytest.raises(UserError, match=message):
+                hub.load(folder, TARGET().shape)
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("draft_vocab", [None, [0, 2, 3, 5, 8, 13, 21, 34, 55, 89]])
+@pytest.mark.parametrize("draft_vocab", [None, IDS])
 def test_parallel_eagle_is_eagle_with_masks(draft_vocab: list[int] | None, tmp_path: Path) -> None:
     """One pass over the real slots and K-1 masks behind, causal."""
     folder, root = tmp_path / "s", 7

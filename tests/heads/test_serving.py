@@ -39,6 +39,8 @@ FOUND: list[tuple[str, dict[str, Any], tuple[Any, ...] | None, dict[str, Any], s
     ("peagle", dict(layers=1, depth=4, **MASK), ("eagle3", 4), dict(parallel_drafting=True), {"vLLM"}),
     ("peagle", dict(layers=1), None, {}, set()),
     ("dflash", dict(layers=2, block=16, **MASK), ("dflash", 15), {}, {"vLLM", "SGLang"}),
+    ("dflash", dict(layers=2, block=16, **MASK, **VOCAB), ("dflash", 15), {}, {"vLLM"}),
+    ("dspark", dict(layers=2, block=7, **MASK, **VOCAB), ("dspark", 7), {}, {"vLLM"}),
     ("dflash", dict(layers=2), None, {}, set()),
     ("jetspec", dict(layers=2, block=8, **MASK), ("dflash", 7), {}, {"vLLM", "SGLang"}),
     ("dflash2", dict(layers=2, block=8, **MASK), ("dflash", 7), {}, {"vLLM", "SGLang"}),
