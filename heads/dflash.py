@@ -6,6 +6,10 @@ up to t, and those of the block itself. Roots pass through no layer, so memory h
 Slot k guesses x[a+k]; slot 0 guesses nothing. Layers are Qwen3's; embedding and head are the target's, frozen. A trimmed vocabulary
 (``draft_vocab``) has a head of its own, which starts as the target's rows and is trained.
 
+Some layers may have a sliding window (``window``): a slot then sees the roots of the last positions alone, and, unless ``window_causal``
+is false, of its block only the slots up to itself. Engines and SpecForge count the window from the slot: it sees the roots at positions
+above a+k-window. The speculators library counts from the anchor (``window_slides`` false): all slots see those from a-window on.
+
 ``begin`` does all the work, and ``step`` only reads the slot of its depth. The mask is a learned vector or, as in published folders,
 the embedding of a target token that no text contains (``mask_token``). Engines load only folders of the second kind.
 
@@ -46,6 +50,19 @@ def asked(ask: Tensor | None, roots: Roots) -> Tensor:
     return torch.arange(T, device=roots.read_BT.device).expand(B, T) if ask is None else ask
 
 
+def windowed_layers(window: int | None, some: list[int] | None, layers: int, block: int) -> tuple[int, ...]:
+    """The layers with a sliding window, counted from 0: ``some``, or all. Raises UserError where there can be none."""
+    if window is None:
+        if some is not None:
+            raise UserError(f"head.window_layers={some} needs head.window, the positions that these layers see")
+        return ()
+    if window < block:
+        raise UserError(f"head.window={window} must be at least head.block={block}: a block lies within it")
+    if some is not None and (not some or list(some) != sorted({*some}) or some[0] < 0 or some[-1] >= layers):
+        raise UserError(f"head.window_layers={some} must ascend within 0..{layers - 1}; without a window: head.window=null")
+    return tuple(range(layers) if some is None else some)
+
+
 def check_mask_token(mask_token: int, shape: TargetShape) -> None:
     """Raises UserError for a token that is not in the target's vocabulary."""
     if not 0 <= mask_token < shape.vocab_size:
@@ -61,7 +78,8 @@ def mask_of(drafter: Any) -> Tensor:
 
 class Dflash(Drafter):
     """``block``: number of slots, including the anchor's. ``mask_token``: the token whose embedding is the mask; None: a learned vector.
-    ``draft_vocab``: target ids of a head of its own; None: the target's head. ``anchors``: roots of a row that are trained at a time.
+    ``draft_vocab``: target ids of a head of its own; None: the target's head. ``window``: positions that the layers in ``window_layers``
+    (None: all) see; ``window_causal``, ``window_slides``: see above. ``anchors``: roots of a row that are trained at a time.
     Raises UserError for settings that do not fit the target or, with ``mask_token``, the engines.
     """
 
@@ -81,6 +99,10 @@ class Dflash(Drafter):
         taps: list[int] | None = None,
         mask_token: int | None = None,
         draft_vocab: list[int] | None = None,
+        window: int | None = None,
+        window_layers: list[int] | None = None,
+        window_causal: bool = True,
+        window_slides: bool = True,
         anchors: int = 64,
     ) -> None:
         super().__init__(shape)
@@ -96,6 +118,8 @@ class Dflash(Drafter):
         if block <= self.first_slot:
             raise UserError(f"head.block must be at least {self.first_slot + 1}, found {block}: slot {self.first_slot} guesses first")
         self.block, self.mask_token, self.anchors, self.max_depth = block, mask_token, anchors, block - self.first_slot
+        self.windowed = windowed_layers(window, window_layers, layers, block)
+        self.window, self.window_causal, self.window_slides = window, window_causal, window_slides
         heads, kv_heads, width = layer_sizes(shape, heads, kv_heads, intermediate_size)
         self.fc = nn.Linear(len(self.taps) * D, D, bias=False)
         self.hidden_norm = RMSNorm(D, eps)
@@ -140,17 +164,23 @@ class Dflash(Drafter):
         anchor_BAD = self.ends.embed(tokens_BA).to(z.dtype)
         state = []
         for ask_Ba, anchor_BaD, first_Ba in zip(*map(blocks_of, (ask_BA, anchor_BAD, first_BA)), strict=True):
-            state.append(self._fill(anchor_BaD, first_Ba, rows, BlockSees(sees, ask_Ba, self.block, self.causal)))
+            state.append(self._fill(anchor_BaD, first_Ba, rows, self._rules(sees, ask_Ba)))
         return self._first(torch.cat(state, dim=1), tokens_BA)
 
-    def _fill(self, anchor_BAD: Tensor, first_BA: Tensor, memory: Memory, sees: Sees) -> Tensor:
-        """Run blocks through the layers. Returns the state of their drafts."""
+    def _rules(self, roots: Sees, ask_BA: Tensor) -> list[Sees]:
+        """What the blocks on these roots see in each layer."""
+        full = BlockSees(roots, ask_BA, self.block, self.causal)
+        near = BlockSees(roots, ask_BA, self.block, self.causal or self.window_causal, self.window, self.window_slides)
+        return [near if i in self.windowed else full for i in range(len(self.layers))]
+
+    def _fill(self, anchor_BAD: Tensor, first_BA: Tensor, memory: Memory, sees: list[Sees]) -> Tensor:
+        """Run blocks through the layers, each with its own rule. Returns the state of their drafts."""
         B, A, D = anchor_BAD.shape
         masks = mask_of(self).to(anchor_BAD.dtype).expand(B, A, self.block - 1, D)
         x = torch.cat([anchor_BAD[:, :, None], masks], dim=2).flatten(1, 2)
         cos_sin = self.rope((first_BA[..., None] + torch.arange(self.block, device=first_BA.device)).flatten(1))
         for i, layer in enumerate(self.layers):
-            x = layer(x, cos_sin, memory, i, sees)
+            x = layer(x, cos_sin, memory, i, sees[i])
         return self._state(self.norm(x).unflatten(1, (A, self.block)))
 
     def _state(self, slots_BASD: Tensor) -> Tensor:

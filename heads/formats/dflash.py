@@ -4,7 +4,9 @@ Names are Qwen3's without a prefix. Embedding and head are the target's and not 
 vocabulary has its head and the maps of ``heads/vocab.py`` in the file, as in EAGLE-3's: vLLM alone reads them, and in DFlash's folders it
 would not miss them, so what lacks one is refused here.
 ``target_layer_ids`` count the outputs of layers from 0: one less than our taps. ``is_causal`` is at the top level, where both engines
-read it, and always written, because its default differs between them.
+read it, and holds for all layers. Where layers with a sliding window are causal and others are not, it is left out: that is what engines
+then take ``layer_types`` for. They count a window from each slot, whatever the drafter did in training (``window_slides``): of one that
+was trained as speculators trains, the slots miss the farthest positions, as many as a block has.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ LIBRARY = {  # XPress's in the speculators library, by those of vLLM
     }.items()
 }
 
-# Embedding and head are the target's, whether it ties them or not. A sliding window has no effect where no layer uses it.
+# Embedding and head are the target's, whether it ties them or not.
 LAYERS = {key: values for key, values in llama.FIXED.items() if key != "tie_word_embeddings"}
 FIXED: dict[str, tuple[Any, ...]] = {
     "use_swa": (False, None),
@@ -78,6 +80,8 @@ DSPARK_ONLY: dict[str, tuple[Any, ...]] = {
     "enable_confidence_head": (True, None),
     "confidence_head_with_markov": (True, None),
 }
+SLIDING, FULL, NON_CAUSAL = "sliding_attention", "full_attention", "sliding_window_non_causal"  # the last: the speculators library's
+WINDOW_KEYS = ("layer_types", "sliding_window", "use_sliding_window")
 TRIMMABLE = ("dflash", "jetspec", "dspark")  # may have a trimmed vocabulary
 ARCHITECTURE = {"dspark": DSPARK, "dflash2": DFLASH2, "xpress": XPRESS}  # of the others: DFLASH
 CONV = {"conv_taps": "conv_kernel_size", "conv_group": "conv_group_size", "rank": "selector_rank", "candidates": "selector_top_k"}
@@ -107,12 +111,15 @@ def config(drafter: Any) -> dict[str, Any]:
     keys = llama_config(drafter.shape, drafter.layers[0], layers) | {
         "architectures": [ARCHITECTURE.get(head, DFLASH)],
         "model_type": "qwen3",
-        "layer_types": ["full_attention"] * layers,
-        "use_sliding_window": False,
-        "is_causal": drafter.causal,
+        "layer_types": [SLIDING if i in drafter.windowed else FULL for i in range(layers)],
+        "use_sliding_window": bool(drafter.windowed),
         "block_size": drafter.block,
         "num_target_layers": drafter.shape.layers,
     }
+    if drafter.windowed:
+        keys["sliding_window"] = drafter.window
+    if drafter.causal or not (drafter.windowed and drafter.window_causal):
+        keys["is_causal"] = drafter.causal
     if drafter.draft_ids is not None:
         keys["draft_vocab_size"] = len(drafter.draft_ids)
     block = {"mask_token_id": drafter.mask_token, "target_layer_ids": [k - 1 for k in drafter.taps]}
@@ -147,7 +154,12 @@ def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetS
     need(said, ONLY.get(head, {"sample_from_anchor": (False, None)}))
     if head != "jetspec":
         need(said, dict.fromkeys(("is_causal", "causal"), (False, None)))
-    found = llama_arguments(said, shape, "qwen3", LAYERS) | {
+    windows = _windows(said)
+    if head == "jetspec":
+        windows.pop("window_causal", None)
+    plain = {key: value for key, value in said.items() if not windows or key not in WINDOW_KEYS}
+    found = llama_arguments(plain, shape, "qwen3", LAYERS) | windows
+    found |= {
         "layers": said["num_hidden_layers"],
         "block": said.get("block_size", 16),
         "taps": [k + 1 for k in keys.layers(said["target_layer_ids"], "target_layer_ids")],
@@ -181,6 +193,20 @@ def _said(config: dict[str, Any]) -> dict[str, Any]:
     return config | nested
 
 
+def _windows(said: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a sliding window; none where no layer has one. Raises UserError for keys that engines refuse or read in two ways."""
+    types, window = said.get("layer_types") or [], said.get("sliding_window")
+    if SLIDING not in types:
+        return {}
+    if len(types) != said["num_hidden_layers"] or {*types} - {SLIDING, FULL} or type(window) is not int or window < 1:
+        raise UserError(f"the folder has layer_types={shown(types)} and sliding_window={shown(window)}: layers with a "
+                        f"sliding window need its size, and each layer its type, {SLIDING} or {FULL}")  # fmt: skip
+    need({"use_sliding_window": None, **said}, {"use_sliding_window": (True,), "swa_window_size": (window, None)})
+    causal = all(said.get(key) is None for key in ("is_causal", "causal"))  # (where it is true, all layers are)
+    where = [i for i, kind in enumerate(types) if kind == SLIDING]
+    return {"window": window, "window_layers": where, "window_causal": causal, "window_slides": NON_CAUSAL not in said}
+
+
 def _causal(said: dict[str, Any]) -> bool:
     keys = [key for key in ("is_causal", "causal") if said.get(key) is not None]
     values = {flag(said, key) for key in keys}
@@ -192,18 +218,28 @@ def _causal(said: dict[str, Any]) -> bool:
 def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Command]:
     """A block is filled in one pass at its trained length, so engines draft all of it, whatever depth is requested."""
     whole, head = drafter.max_depth, drafter.config["head"]
-    if drafter.draft_ids is not None:  # SGLang always takes the target's head
-        method, needs = ("dspark", ", on a GPU") if head == "dspark" else ("dflash", "")
-        return [vllm(target, folder, method, whole, f"0.33 or newer{needs}")]
+    for_vllm, for_sglang = _needs(drafter)
     if head == "domino":
-        needs = f"0.5.23 or newer, CUDA, bf16; it drafts {whole - 1} of the {whole} tokens"
+        needs = f"{for_sglang}, CUDA, bf16; it drafts {whole - 1} of the {whole} tokens"
         return [sglang(target, folder, "DFLASH", needs, domino_candidate_pool_size=0)]  # 0: of the whole vocabulary, as trained
+    found = [vllm(target, folder, "dspark" if head == "dspark" else "dflash", whole, for_vllm)]
+    if drafter.draft_ids is not None or head == "xpress":  # SGLang always takes the target's head, and does not know XPress
+        return found
     if head == "dspark":
-        return [vllm(target, folder, "dspark", whole, "0.32 or newer, on a GPU"), sglang(target, folder, "DSPARK", "0.5.18 or newer")]
-    if head == "xpress":
-        return [vllm(target, folder, "dflash", whole, "0.33 or newer, on a GPU; it drafts greedily at every temperature")]
-    releases = {"dflash2": ("0.29 or newer, on a GPU", "0.5.23 or newer"), "dflash": ("0.20.2 or newer", "0.5.11 or newer")}
-    # jetspec: earlier ones do not read is_causal and look both ways, silently
-    in_vllm, in_sglang = releases.get(head, ("0.32 or newer", "0.5.17 or newer"))
-    window = sglang(target, folder, "DFLASH", in_sglang, num_draft_tokens=drafter.block)  # includes the last known token
-    return [vllm(target, folder, "dflash", whole, in_vllm), window]
+        return [*found, sglang(target, folder, "DSPARK", for_sglang)]
+    return [*found, sglang(target, folder, "DFLASH", for_sglang, num_draft_tokens=drafter.block)]  # includes the last known token
+
+
+def _needs(drafter: Any) -> tuple[str, str]:
+    """The releases of vLLM and SGLang that load it. (Before those of jetspec they do not read is_causal and look both ways, silently.)"""
+    head, windowed = drafter.config["head"], len(drafter.windowed)
+    releases = {"dflash": ("0.20.2", "0.5.11"), "jetspec": ("0.32", "0.5.17"), "dspark": ("0.32", "0.5.18")}
+    in_vllm, in_sglang = releases.get(head, ("0.33" if head == "xpress" else "0.29", "0.5.23"))
+    if windowed or drafter.draft_ids is not None:
+        in_vllm = "0.33"
+    on_gpu = head in ("dflash2", "dspark", "xpress") or 0 < windowed < len(drafter.layers)  # vLLM's older runner, which CPUs have, cannot mix them
+    for_sglang = f"{'0.5.23' if windowed else in_sglang} or newer"
+    if windowed and not (drafter.causal or drafter.window_causal):
+        for_sglang += " with --attention-backend fa3 (others have no window where a layer looks both ways)"
+    for_vllm = f"{in_vllm} or newer" + ", on a GPU" * on_gpu
+    return for_vllm + "; it drafts greedily at every temperature" * (head == "xpress"), for_sglang

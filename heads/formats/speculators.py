@@ -4,12 +4,15 @@ vLLM takes it for, or else the library.
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any
 
 from headstart.heads.errors import UserError
-from headstart.heads.formats.dflash import DFLASH, DFLASH2, DSPARK, XPRESS
-from headstart.heads.formats.keys import layers, shown
+from headstart.heads.formats.dflash import DFLASH, DFLASH2, DSPARK, FULL, NON_CAUSAL, SLIDING, XPRESS
+from headstart.heads.formats.keys import flag, layers, need, shown
 
+log = logging.getLogger(__name__)
 EAGLE3 = "LlamaForCausalLMEagle3"
 ARCHITECTURES = {  # by speculators_model_type
     "eagle3": EAGLE3,
@@ -37,12 +40,30 @@ def flat(config: dict[str, Any]) -> dict[str, Any]:
     taps = layers(said.pop("aux_hidden_state_layer_ids", None), "aux_hidden_state_layer_ids")
     if 0 in taps:
         raise UserError(f"the folder has aux_hidden_state_layer_ids={shown(taps)}: block drafters read outputs of layers, from 1 on")
-    # In training it is of layers with a window alone, which no drafter here has. (vLLM takes it for all layers.)
-    said.pop("sliding_window_non_causal", None)
     if kind == "xpress":
         ratio, rank = said.pop("xpress_mlp_ratio", 2), said.setdefault("xpress_rank", 256)
         if not (type(ratio) is type(rank) is int):
             raise UserError(f"xpress_mlp_ratio and xpress_rank must be whole numbers, found {shown(ratio)} and {shown(rank)}")
         said["xpress_mlp_hidden"] = ratio * rank
-    default = {"sample_from_anchor": False, "block_size": 8}
-    return default | layer | said | {"target_layer_ids": [k - 1 for k in taps]}  # they count as our taps
+    default = {"sample_from_anchor": False, "block_size": 8, NON_CAUSAL: kind == "dflash2"}
+    found = default | layer | said | {"target_layer_ids": [k - 1 for k in taps]}  # they count as our taps
+    return found | _causality(str(kind), found)
+
+
+def _causality(kind: str, found: dict[str, Any]) -> dict[str, Any]:
+    """What ``NON_CAUSAL`` is in a flat folder. In the library, layers with a window look both ways inside a block where it is true, and all
+    others always do. vLLM 0.33 takes it as a key of all layers (of dspark: of none; xpress of that library it does not load), unless there is ``is_causal``: warns where the two
+    differ. Raises UserError where ``is_causal`` contradicts the library.
+    """
+    both_ways, types = flag(found, NON_CAUSAL), found.get("layer_types") or [FULL]
+    need(found, {"is_causal": (False, None) if both_ways or SLIDING not in types else (None,)})
+    differs = {"dspark": both_ways and SLIDING in types, "xpress": False}.get(kind, not both_ways and FULL in types)
+    if differs and found.get("is_causal") is None:
+        _say(f"vLLM would run this {kind} of the speculators library otherwise than it was trained, because {NON_CAUSAL} is "
+             f"{str(both_ways).lower()}, and guess worse; as Headstart saves it, engines run it as trained")  # fmt: skip
+    return {"is_causal": False} if both_ways else {}
+
+
+@functools.cache  # warn once: each call that opens a folder reads it
+def _say(text: str) -> None:
+    log.warning(text)
