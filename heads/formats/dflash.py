@@ -4,9 +4,9 @@ Names are Qwen3's without a prefix. Embedding and head are the target's and not 
 vocabulary has its head and the maps of ``heads/vocab.py`` in the file, as in EAGLE-3's: vLLM alone reads them, and in DFlash's folders it
 would not miss them, so what lacks one is refused here.
 ``target_layer_ids`` count the outputs of layers from 0: one less than our taps. ``is_causal`` is at the top level, where both engines
-read it, and holds for all layers. Where layers with a sliding window are causal and others are not, it is left out: that is what engines
-then take ``layer_types`` for. They count a window from each slot, whatever the drafter did in training (``window_slides``): of one that
-was trained as speculators trains, the slots miss the farthest positions, as many as a block has.
+read it, and holds for all layers. It is always written, because its default differs between them; null stands for layers with a sliding
+window that are causal and others that are not, as engines then take ``layer_types``. They count a window from each slot. Of a drafter
+that was trained as speculators trains (``FROM_ANCHOR``, a key of ours), slots then miss some of the farthest positions, at most a block's.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ DSPARK_ONLY: dict[str, tuple[Any, ...]] = {
     "enable_confidence_head": (True, None),
     "confidence_head_with_markov": (True, None),
 }
-SLIDING, FULL, NON_CAUSAL = "sliding_attention", "full_attention", "sliding_window_non_causal"  # the last: the speculators library's
+SLIDING, FULL, FROM_ANCHOR = "sliding_attention", "full_attention", "sliding_window_from_anchor"
 WINDOW_KEYS = ("layer_types", "sliding_window", "use_sliding_window")
 TRIMMABLE = ("dflash", "jetspec", "dspark")  # may have a trimmed vocabulary
 ARCHITECTURE = {"dspark": DSPARK, "dflash2": DFLASH2, "xpress": XPRESS}  # of the others: DFLASH
@@ -113,13 +113,12 @@ def config(drafter: Any) -> dict[str, Any]:
         "model_type": "qwen3",
         "layer_types": [SLIDING if i in drafter.windowed else FULL for i in range(layers)],
         "use_sliding_window": bool(drafter.windowed),
+        "is_causal": None if drafter.windowed and drafter.window_causal and not drafter.causal else drafter.causal,
         "block_size": drafter.block,
         "num_target_layers": drafter.shape.layers,
     }
     if drafter.windowed:
-        keys["sliding_window"] = drafter.window
-    if drafter.causal or not (drafter.windowed and drafter.window_causal):
-        keys["is_causal"] = drafter.causal
+        keys |= {"sliding_window": drafter.window, FROM_ANCHOR: not drafter.window_slides}
     if drafter.draft_ids is not None:
         keys["draft_vocab_size"] = len(drafter.draft_ids)
     block = {"mask_token_id": drafter.mask_token, "target_layer_ids": [k - 1 for k in drafter.taps]}
@@ -204,7 +203,7 @@ def _windows(said: dict[str, Any]) -> dict[str, Any]:
     need({"use_sliding_window": None, **said}, {"use_sliding_window": (True,), "swa_window_size": (window, None)})
     causal = all(said.get(key) is None for key in ("is_causal", "causal"))  # (where it is true, all layers are)
     where = [i for i, kind in enumerate(types) if kind == SLIDING]
-    return {"window": window, "window_layers": where, "window_causal": causal, "window_slides": NON_CAUSAL not in said}
+    return {"window": window, "window_layers": where, "window_causal": causal, "window_slides": not flag(said, FROM_ANCHOR)}
 
 
 def _causal(said: dict[str, Any]) -> bool:

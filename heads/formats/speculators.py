@@ -9,11 +9,11 @@ import logging
 from typing import Any
 
 from headstart.heads.errors import UserError
-from headstart.heads.formats.dflash import DFLASH, DFLASH2, DSPARK, FULL, NON_CAUSAL, SLIDING, XPRESS
+from headstart.heads.formats.dflash import DFLASH, DFLASH2, DSPARK, FROM_ANCHOR, FULL, SLIDING, XPRESS
 from headstart.heads.formats.keys import flag, layers, need, shown
 
 log = logging.getLogger(__name__)
-EAGLE3 = "LlamaForCausalLMEagle3"
+NON_CAUSAL, EAGLE3 = "sliding_window_non_causal", "LlamaForCausalLMEagle3"
 ARCHITECTURES = {  # by speculators_model_type
     "eagle3": EAGLE3,
     "peagle": EAGLE3,
@@ -45,7 +45,7 @@ def flat(config: dict[str, Any]) -> dict[str, Any]:
         if not (type(ratio) is type(rank) is int):
             raise UserError(f"xpress_mlp_ratio and xpress_rank must be whole numbers, found {shown(ratio)} and {shown(rank)}")
         said["xpress_mlp_hidden"] = ratio * rank
-    default = {"sample_from_anchor": False, "block_size": 8, NON_CAUSAL: kind == "dflash2"}
+    default = {"sample_from_anchor": False, "block_size": 8, NON_CAUSAL: kind == "dflash2", FROM_ANCHOR: True}
     found = default | layer | said | {"target_layer_ids": [k - 1 for k in taps]}  # they count as our taps
     return found | _causality(str(kind), found)
 

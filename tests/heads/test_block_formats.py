@@ -58,7 +58,17 @@ XPRESS = {  # of vLLM's names those of the speculators library
 }
 
 
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in EXTRA),
+    ("dflash", dict(window=6)),
+    ("dflash", dict(window=6, window_layers=[1])),
+    ("dflash", dict(window=6, window_layers=[0], window_causal=False)),
+    ("jetspec", dict(window=5, window_layers=[0])),
+    ("dflash2", dict(window=6, window_causal=False)),
+    ("domino", dict(window=6, window_layers=[1])),
+]
 TRIMMABLE, IDS = ("dflash", "jetspec", "dspark"), [0, 2, 3, 5, 8, 13, 21, 34, 55, 89]
+CASES += [*((name, dict(draft_vocab=IDS)) for name in TRIMMABLE), ("dspark", dict(draft_vocab=IDS, window=6))]
 
 
 class Engine(Reference):
@@ -71,10 +81,13 @@ class Engine(Reference):
         context = self.norm(self.linear(torch.cat([tapped[i + 1] for i in ids], -1), "fc"), "hidden_norm")
         x = self.embed[torch.tensor([bonus] + [settings["mask_token_id"]] * (slots - 1))]
         where, positions = torch.arange(position), position + torch.arange(slots)
-        own = torch.ones(slots, slots, dtype=torch.bool)
-        sees = torch.cat([torch.ones(slots, position, dtype=torch.bool), own.tril() if self.config["is_causal"] else own], 1)
+        row, column = positions[:, None], torch.cat([where, positions])
         for i in range(self.config["num_hidden_layers"]):
-            name = f"layers.{i}.self_attn."
+            name, sliding = f"layers.{i}.self_attn.", self.config["layer_types"][i] == "sliding_attention"
+            causal = sliding if self.config["is_causal"] is None else self.config["is_causal"]
+            sees = row >= column if causal else (row >= 0) & (column >= 0)
+            if sliding:
+                sees &= row - column < self.config["sliding_window"]
 
             def heads(rows: Tensor, kind: str, name: str = name) -> Tensor:
                 found = self.linear(rows, f"{name}{kind}_proj").view(len(rows), -1, self.d)
@@ -168,11 +181,10 @@ def test_passes_over_whole_blocks_end_where_steps_do(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("name", "draft_vocab"), [*((name, None) for name in EXTRA), *((name, IDS) for name in TRIMMABLE)])
-def test_engines_compute_what_we_do(name: str, draft_vocab: list[int] | None, tmp_path: Path) -> None:
-    folder, root = tmp_path / "s", 7
-    trimmed = {} if draft_vocab is None else {"draft_vocab": draft_vocab}
-    engine = saved(name, folder, **trimmed)
+@pytest.mark.parametrize(("name", "changes"), CASES)
+def test_engines_compute_what_we_do(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    folder, root, trimmed = tmp_path / "s", 7, "draft_vocab" in changes
+    engine = saved(name, folder, **changes)
     w, (tokens, states) = engine.w, text()
     layer = [f"self_attn.{x}.weight" for x in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
     layer += [f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")] + ["input_layernorm.weight", "post_attention_layernorm.weight"]
@@ -182,7 +194,8 @@ def test_engines_compute_what_we_do(name: str, draft_vocab: list[int] | None, tm
     if trimmed:
         assert (w["d2t"] + torch.arange(len(IDS))).tolist() == w["t2d"].nonzero()[:, 0].tolist() == IDS
     named = {"dflash2": "DFlash2DraftModel", "xpress": "Qwen3XPressModel", "dspark": "Qwen3DSparkModel"}.get(name, "DFlashDraftModel")
-    assert engine.config["is_causal"] == (name == "jetspec") and engine.config["architectures"] == [named]
+    by_layer = "window" in changes and changes.get("window_causal", name != "jetspec")
+    assert engine.config["is_causal"] == (None if by_layer else name == "jetspec") and engine.config["architectures"] == [named]
     slots = engine.block([s[: root + 1] for s in states], tokens[root + 1], root + 1)
     logits = list(slots @ (w["lm_head.weight"] if trimmed else engine.head).T)
     if name in ("dflash", "jetspec", "dflash2", "xpress"):
@@ -256,6 +269,12 @@ def test_folders_of_the_speculators_library_load(name: str, draft_vocab: list[in
             load(xpress_mlp_ratio="4")
         with pytest.raises(UserError, match=r"xpress_head\.mlp"):
             load(xpress_mlp_ratio=8)
+    near = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 2048, "use_sliding_window": True}
+    for both_ways in (True, False, None):
+        loaded = load(transformer_layer_config=said | near, sliding_window_non_causal=both_ways)
+        causal = not (name == "dflash2" if both_ways is None else both_ways)
+        found = {key: loaded.config[key] for key in ("window", "window_layers", "window_causal", "window_slides")}
+        assert found == dict(window=2048, window_layers=[0], window_causal=causal, window_slides=False)
     other = name != "dspark"  # of the two layouts of a block
     for changes, message in [
         ({"sample_from_anchor": other}, f"sample_from_anchor={other}"),
@@ -264,6 +283,9 @@ def test_folders_of_the_speculators_library_load(name: str, draft_vocab: list[in
         ({"draft_vocab_size": 50}, f"draft_vocab_size=50, this drafter needs {len(draft_vocab or range(96))}"),
         ({"transformer_layer_config": None}, "transformer_layer_config must be a dictionary"),
         ({"transformer_layer_config": said | {"layer_types": ["sliding_attention"] * 2}}, "layers with a sliding window"),
+        ({"transformer_layer_config": said | near | {"use_sliding_window": False}}, "use_sliding_window=False, this drafter needs True"),
+        ({"transformer_layer_config": said | near | {"is_causal": True}}, "is_causal=True"),
+        ({"sliding_window_non_causal": "no"}, "sliding_window_non_causal='no', this drafter needs True or False"),
         ({"mask_token_id": None}, "mask_token_id"),
     ]:
         with pytest.raises(UserError, match=message):

@@ -6,6 +6,7 @@ Shapes: [D] a row, [T, D] rows, [h, d] heads by head size.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,6 +34,9 @@ EXACT = dict(rtol=0, atol=1e-5)
 
 def small(name: str, **changes: Any) -> Drafter:
     return make(name, TARGET(), **SMALL[name] | changes)
+
+
+Seen = Callable[[int, int], tuple[int, int]]
 
 
 class Loops:
@@ -86,8 +90,10 @@ class Loops:
             out.append(torch.stack([rows[s - t] * kernel[t] for t in range(min(s + 1, len(base)))]).sum(0))
         return out
 
-    def dflash(self, states: Tensor, anchor: int, t: int, slots: int, causal: bool) -> Tensor:
-        """The slots after the last norm. ``states``: the tapped ones of the roots, side by side."""
+    def dflash(self, states: Tensor, anchor: int, t: int, slots: int, causal: bool = False, seen: Seen | None = None) -> Tensor:
+        """The slots after the last norm. ``states``: the tapped ones of the roots, side by side. ``seen``: layer and slot -> the first
+        root that it sees, and how many slots.
+        """
         z = [self.norm(self.w["fc.weight"] @ states[j], "hidden_norm") for j in range(t + 1)]
         x = [self.embed[anchor], *[self.w["mask_embedding"]] * (slots - 1)]
         for i in range(2):
@@ -96,7 +102,8 @@ class Loops:
             normed = [self.norm(row, f"{layer}.input_layernorm") for row in x]
             into = self.convolve(normed, f"{layer}.attention_conv", 0, normed)
             own = [self.key_value(row, layer, t + 1 + k) for k, row in enumerate(into)]
-            said = [self.attend(into[k], layer, t + 1 + k, context + (own[: k + 1] if causal else own)) for k in range(slots)]
+            first, last = zip(*((0, k + 1 if causal else slots) if seen is None else seen(i, k) for k in range(slots)), strict=True)
+            said = [self.attend(into[k], layer, t + 1 + k, context[first[k] :] + own[: last[k]]) for k in range(slots)]
             x = [a + b for a, b in zip(x, self.convolve(said, f"{layer}.attention_conv", 1, normed), strict=True)]
             normed = [self.norm(row, f"{layer}.post_attention_layernorm") for row in x]
             said = [self.gated(y, layer) for y in self.convolve(normed, f"{layer}.mlp_conv", 0, normed)]

@@ -92,6 +92,7 @@ COMMON: list[tuple[dict[str, Any], str]] = [
     (dict(architectures=["\ud800"]), "neither saved by Headstart nor a known speculator format"),
     (dict(hidden_size="\ud800"), r"hidden size '\\ud800'"),
 ]
+WINDOW = dict(layer_types=["sliding_attention"], sliding_window=8, use_sliding_window=True)
 OWN: list[tuple[str, dict[str, Any], str]] = [
     ("eagle", dict(tie_word_embeddings=True), "tie_word_embeddings=True"),
     ("eagle1", dict(tie_word_embeddings=True), "tie_word_embeddings=True"),
@@ -120,6 +121,13 @@ OWN: list[tuple[str, dict[str, Any], str]] = [
     ("dflash", dict(mask_token_id=3), r"mask_token_id=3, but dflash_config\.mask_token_id=95"),
     ("dflash", dict(dflash_config={"target_layer_ids": []}), "expected a list of layers"),
     ("dflash", dict(dflash_config={"use_swa": True}), "use_swa=True"),
+    ("dflash", WINDOW | dict(layer_types=["sliding_attention"] * 2), "layer_types=.*each layer its type"),
+    ("dflash", WINDOW | dict(layer_types=["chunked_attention"]), "use_sliding_window=True"),
+    ("dflash", WINDOW | dict(sliding_window="8"), "sliding_window='8'"),
+    ("dflash", WINDOW | dict(sliding_window=3), r"head\.window=3 must be at least head\.block=4"),
+    ("dflash", WINDOW | dict(use_sliding_window=...), "use_sliding_window=None, this drafter needs True"),
+    ("dflash", WINDOW | dict(dflash_config={"swa_window_size": 9}), "swa_window_size=9, this drafter needs 8"),
+    ("dflash2", WINDOW | dict(dflash_config={"causal": True}), "is_causal=False, but causal=True|causal=True"),
     ("dflash", dict(dflash_config={"sample_from_anchor": True}), "sample_from_anchor=True"),
     ("dflash", dict(dflash_config={"projector_type": "other"}), "projector_type='other'"),
     ("dflash", dict(dflash_config={"output_multiplier": 2.0}), r"output_multiplier=2\.0"),

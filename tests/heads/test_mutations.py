@@ -23,7 +23,8 @@ TARGET = functools.cache(tiny_target)
 SMALL: dict[str, dict[str, Any]] = {  # one of every format of engines, and two of our own
     "eagle": dict(draft_vocab=[0, 2, 3, 5, 8, 13, 21, 34, 55, 89, 90, 95], heads=4, kv_heads=2),
     **SERVED,
-    "jetspec": dict(layers=1, block=4, mask_token=95),
+    "dspark": SERVED["dspark"] | dict(layers=2, window=8, window_layers=[0]),
+    "jetspec": dict(layers=2, block=4, window=8, window_layers=[1], draft_vocab=[1, 5, 6, 50, 95], mask_token=95),
     "draft_lm": {},
     "dflash": dict(layers=1, block=4),
     "hydra": dict(guesses=2, draft_vocab=[1, 5, 6, 50, 95]),

@@ -41,6 +41,8 @@ FOUND: list[tuple[str, dict[str, Any], tuple[Any, ...] | None, dict[str, Any], s
     ("dflash", dict(layers=2, block=16, **MASK), ("dflash", 15), {}, {"vLLM", "SGLang"}),
     ("dflash", dict(layers=2, block=16, **MASK, **VOCAB), ("dflash", 15), {}, {"vLLM"}),
     ("dspark", dict(layers=2, block=7, **MASK, **VOCAB), ("dspark", 7), {}, {"vLLM"}),
+    ("dflash", dict(layers=2, block=16, window=64, window_layers=[0], **MASK), ("dflash", 15), {}, {"vLLM", "SGLang"}),
+    ("domino", dict(layers=2, block=7, window=64, **MASK), None, {}, {"SGLang"}),
     ("dflash", dict(layers=2), None, {}, set()),
     ("jetspec", dict(layers=2, block=8, **MASK), ("dflash", 7), {}, {"vLLM", "SGLang"}),
     ("dflash2", dict(layers=2, block=8, **MASK), ("dflash", 7), {}, {"vLLM", "SGLang"}),

@@ -82,6 +82,27 @@ def test_anchors_and_corrections(ask_BA: Tensor | None, correction: bool) -> Non
     assert out.count_K.tolist() == [int(m.sum()) for m in case.supervised]
 
 
+def test_a_corrected_head_may_have_a_trimmed_vocabulary() -> None:
+    """What it cannot guess has the probability 0."""
+    case, ids = Case(True, ASK), torch.tensor([0, 2, 3, 7, 10])
+    correction_VR = case.correction_VR
+    assert correction_VR is not None
+    rows_VR = correction_VR[ids].detach().requires_grad_()
+    unembedding, batch = Unembedding(case.head_VH[ids], ids, rows_VR), case.batch
+    about = (batch.final_BTD, case.ends, batch.tokens_BT, case.supervised, {"tv": 1.0}, DECAY, 7, True, ASK)
+    out = fused_loss(case.hidden, [unembedding] * K, *about)
+    expected = torch.zeros((), dtype=torch.float64)
+    for k, b, t in case.pairs():
+        matrix = torch.cat([case.head_VH[ids], rows_VR], dim=1)
+        q = (matrix @ case.hidden[k][b, ASK[b].tolist().index(t)]).softmax(0)
+        p = (case.ends.head_VD @ batch.final_BTD[b, t + k + 1]).softmax(0)
+        expected = expected + DECAY**k * (1 - torch.minimum(p[ids], q).sum())
+    torch.testing.assert_close(out.loss_sum, expected)
+    for x, y in zip(torch.autograd.grad(out.loss_sum, [*case.hidden, rows_VR]),
+                    torch.autograd.grad(expected, [*case.hidden, rows_VR]), strict=True):  # fmt: skip
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-10)
+
+
 def test_anchors_are_some_of_all_roots() -> None:
     """Asking for every root, in any order, is asking for none in particular."""
     everywhere = torch.stack([torch.randperm(T), torch.randperm(T)])
