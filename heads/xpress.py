@@ -34,7 +34,7 @@ from headstart.heads.unembedding import Unembedding
 from headstart.heads.visibility import Sees
 
 
-class Xpress(Dflash):
+class Xpress(Dflash, without=("draft_vocab",)):
     """``rank``: numbers of a slot in the refiner (r). ``mlp_hidden``: width of its MLP. The state of a draft: the slots, then every slot's
     a, to which E[prev] is added once prev is known. Raises UserError for sizes that engines' kernels do not take, with ``mask_token``.
     """

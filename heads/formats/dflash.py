@@ -236,9 +236,10 @@ def _needs(drafter: Any) -> tuple[str, str]:
     in_vllm, in_sglang = releases.get(head, ("0.33" if head == "xpress" else "0.29", "0.5.23"))
     if windowed or drafter.draft_ids is not None:
         in_vllm = "0.33"
-    on_gpu = head in ("dflash2", "dspark", "xpress") or 0 < windowed < len(drafter.layers)  # vLLM's older runner, which CPUs have, cannot mix them
+    # vLLM's older runner, which CPUs have, cannot mix layers with and without a window
+    on_gpu = head in ("dflash2", "dspark", "xpress") or 0 < windowed < len(drafter.layers)
     for_sglang = f"{'0.5.23' if windowed else in_sglang} or newer"
     if windowed and not (drafter.causal or drafter.window_causal):
-        for_sglang += " with --attention-backend fa3 (others have no window where a layer looks both ways)"
+        for_sglang += " with --attention-backend fa3 (Triton has no window in layers that look both ways)"
     for_vllm = f"{in_vllm} or newer" + ", on a GPU" * on_gpu
     return for_vllm + "; it drafts greedily at every temperature" * (head == "xpress"), for_sglang
