@@ -52,8 +52,8 @@ def flat(config: dict[str, Any]) -> dict[str, Any]:
 
 def _causality(kind: str, found: dict[str, Any]) -> dict[str, Any]:
     """What ``NON_CAUSAL`` is in a flat folder. In the library, layers with a window look both ways inside a block where it is true, and all
-    others always do. vLLM 0.33 takes it as a key of all layers (of dspark: of none; xpress of that library it does not load), unless there is ``is_causal``: warns where the two
-    differ. Raises UserError where ``is_causal`` contradicts the library.
+    others always do. vLLM 0.33 takes it as a key of all layers (of dspark: of none; the library's xpress it does not load), unless there
+    is ``is_causal``: warns where the two differ. Raises UserError where ``is_causal`` contradicts the library.
     """
     both_ways, types = flag(found, NON_CAUSAL), found.get("layer_types") or [FULL]
     need(found, {"is_causal": (False, None) if both_ways or SLIDING not in types else (None,)})

@@ -227,7 +227,9 @@ def test_engines_compute_what_we_do(name: str, changes: dict[str, Any], tmp_path
         torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize(("name", "draft_vocab"), [("dflash", None), ("dflash2", None), ("xpress", None), ("dspark", None), ("dflash", IDS), ("dspark", IDS)])
+@pytest.mark.parametrize(
+    ("name", "draft_vocab"), [("dflash", None), ("dflash2", None), ("xpress", None), ("dspark", None), ("dflash", IDS), ("dspark", IDS)]
+)
 def test_folders_of_the_speculators_library_load(name: str, draft_vocab: list[int] | None, tmp_path: Path) -> None:
     """As its 0.9.0 writes them (EXPERIMENTS.md, 2026-11-26: its own classes compute our logits)."""
     folder, path = tmp_path / "s", tmp_path / "s" / "config.json"
