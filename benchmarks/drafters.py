@@ -210,6 +210,7 @@ def again(run: Path, path: Path, prompts: int) -> None:
     """The table and the speed-ups of a finished run into the results that there are."""
     path.parent.mkdir(parents=True, exist_ok=True)
     kept: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    kept = {k: v for k, v in kept.items() if k == "commit" or k not in TOLD}  # what was said of drafters that are replaced here
     names = sorted(folder.name for folder in run.iterdir() if (folder / "speculator").is_dir())
     compared: dict[str, Any] = json.loads((run / "comparison.json").read_text())
     kept |= {"drafters": compared["arms"], "failed": compared["failed"], "drafters_of": {k: compared[k] for k in TOLD if k in compared}}

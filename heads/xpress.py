@@ -7,12 +7,12 @@ anchor's slot among them,
     u_k = a_k + sum_{j<=k} L[:, k, j] * a_j   a number for each channel and pair of slots: the mixer, causal
     logits_k += W_out (u_k + MLP(u_k))
 
-The anchor's slot 0 is mixed in as well. What its prev is, engines cannot know any more, so that it is x[a] again, here as in vLLM
-(speculators trains with x[a-1]). W_out and L are zero at the start.
+The anchor's slot 0 is mixed in as well. Its token before would be x[a-1], with which speculators trains; vLLM takes x[a] there, and so do
+we. W_out and L are zero at the start.
 
-Engines guess all slots at once and refine them in passes, each with the guesses of the pass before. A slot whose predecessors are settled
-is settled in the next pass, so they end where this drafter, which goes from left to right, is from the outset. Trained is this alone, with
-true tokens before. speculators trains single passes as well, with weight 0.3, from guesses of its own that are not settled yet.
+Engines guess all slots at once and refine them in passes, each with the guesses of the pass before. Every pass settles one more slot at
+least, so after as many passes as slots their guesses are those of this drafter, which goes from left to right. It is trained with the true
+tokens before each slot. speculators also trains single passes from guesses that are not settled yet (weight 0.3); these are left out.
 
 Shape suffixes: B batch, A asked roots, S slots, N nodes, D hidden.
 """

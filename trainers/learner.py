@@ -175,9 +175,10 @@ class Learner(nn.Module):
         fading = max(0.0, 1 - done / self.base_until) if self.base_until and self.training else 0.0
         base = self.beside.get("base", 0.0)
         if fading > 0 or base:
-            if unembeddings[0].correction_VR is None:
+            if unembeddings[0].correction_VR is None or unembeddings[0].candidates is not None:
                 name = "base_until" if fading > 0 else "terms.base"
-                raise UserError(f"loss.{name} is for drafters that correct the guesses of a backbone: this one has no correction")
+                lacks = "has no correction" if unembeddings[0].correction_VR is None else "learns its backbone by the divergences anyway"
+                raise UserError(f"loss.{name} is for drafters that correct the guesses of a backbone: this one {lacks}")
             backbone = [u.parts(h)[0] for u, h in zip(unembeddings, hidden, strict=True)]
             plain = loss_of(backbone, [u.uncorrected() for u in unembeddings])
             out.loss_sum = (1 - fading) * out.loss_sum + (fading + base) * plain.loss_sum

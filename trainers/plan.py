@@ -221,8 +221,10 @@ def _count(arm: Settings, model: Any, shape: TargetShape, trainer: Settings, hal
     buffers = _loss(chunk, places, rows, depth, vocab, shape.vocab_size, half, strip)
     buffers += (2 if half else 4) * rows * hidden + 2 * half * sum(b.numel() for b in heads)  # gradients of hidden states; heads as bf16
     passes = 4.0 if own["gradient_checkpointing"] else 3.0  # a backward pass costs two forward passes
-    products = of_loss(rows, drafter.unembedding(1))
-    teacher = 2.0 * trainer["batch_size"] * trainer["length"] * shape.hidden_size * shape.vocab_size
+    products, judged = of_loss(rows, drafter.unembedding(1)), 1
+    if "base" in loss["terms"]:  # the loss once more, without the correction
+        products, judged = products + of_loss(rows, drafter.unembedding(1).uncorrected()), 2
+    teacher = judged * 2.0 * trainer["batch_size"] * trainer["length"] * shape.hidden_size * shape.vocab_size
     sizes = [(p.numel(), isinstance(x, torch.optim.Muon)) for x in optimizers for p in parameters(x)]
     target = adapted(model, drafter, arm, trainer, half, kind) if own.get("lora") else Adapted()
     return Count(

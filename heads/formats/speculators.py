@@ -45,7 +45,7 @@ def flat(config: dict[str, Any]) -> dict[str, Any]:
         if not (type(ratio) is type(rank) is int):
             raise UserError(f"xpress_mlp_ratio and xpress_rank must be whole numbers, found {shown(ratio)} and {shown(rank)}")
         said["xpress_mlp_hidden"] = ratio * rank
-    default = {"sample_from_anchor": False, "block_size": 8, NON_CAUSAL: kind == "dflash2", FROM_ANCHOR: True}
+    default = {"sample_from_anchor": False, "block_size": 8, NON_CAUSAL: kind in ("dflash", "dflash2"), FROM_ANCHOR: True}
     found = default | layer | said | {"target_layer_ids": [k - 1 for k in taps]}  # they count as our taps
     return found | _causality(str(kind), found)
 

@@ -62,7 +62,7 @@ class Engine:
         self.late = target.device.type == "cuda"
         self.places: list[Row | None] = [None] * sequences
         self.pending: list[tuple[list[Row | None], Said, Any, TreePolicy | None]] = []  # rounds whose tokens the host has not read yet
-        self.ready = True  # the states of the last accepted rows were kept, so the next round can draft
+        self.ready = True  # the next round can draft: the states of the last accepted rows were kept, or no row of them will draft again
         self.owed = 0  # the most rows of any sequence that may be waiting for the drafter
         self.continued = False  # the last pass over prompts went on with some, and began none
         self.pace = Pace()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from headstart.heads import hub
 from headstart.heads.errors import UserError
+from headstart.heads.formats import speculators
 from headstart.heads.memory import Memory
 from headstart.heads.unroll import unroll
 from headstart.heads.visibility import CausalSees
@@ -66,6 +68,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("jetspec", dict(window=5, window_layers=[0])),
     ("dflash2", dict(window=6, window_causal=False)),
     ("domino", dict(window=6, window_layers=[1])),
+    ("xpress", dict(window=6, window_layers=[1])),
 ]
 TRIMMABLE, IDS = ("dflash", "jetspec", "dspark"), [0, 2, 3, 5, 8, 13, 21, 34, 55, 89]
 CASES += [*((name, dict(draft_vocab=IDS)) for name in TRIMMABLE), ("dspark", dict(draft_vocab=IDS, window=6))]
@@ -274,7 +277,7 @@ def test_folders_of_the_speculators_library_load(name: str, draft_vocab: list[in
     near = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 2048, "use_sliding_window": True}
     for both_ways in (True, False, None):
         loaded = load(transformer_layer_config=said | near, sliding_window_non_causal=both_ways)
-        causal = not (name == "dflash2" if both_ways is None else both_ways)
+        causal = not (name in ("dflash", "dflash2") if both_ways is None else both_ways)
         found = {key: loaded.config[key] for key in ("window", "window_layers", "window_causal", "window_slides")}
         assert found == dict(window=2048, window_layers=[0], window_causal=causal, window_slides=False)
     other = name != "dspark"  # of the two layouts of a block
@@ -365,3 +368,25 @@ def test_what_a_folder_cannot_say_is_refused(tmp_path: Path) -> None:
         (folder / "config.json").write_text(json.dumps(config))
         with pytest.raises(UserError, match="sliding window" if key == "layer_types" else f"{key}="):
             hub.load(folder, shape)
+
+
+def test_it_warns_where_vllm_would_compute_something_else(caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM 0.33 takes a missing ``sliding_window_non_causal`` of dflash for true, and the key for all layers; of dspark for none."""
+    near, full = "sliding_attention", "full_attention"
+    for kind, layers, non_causal, warned in [
+        ("dflash", [near] * 3, False, False),
+        ("dflash", [near, full, near], False, True),
+        ("dflash", [full] * 3, False, True),
+        ("dflash", [full] * 3, True, False),
+        ("dflash", [near, full, near], None, False),
+        ("dspark", [near, full, near], False, False),
+        ("dspark", [near, full, near], True, True),
+        ("xpress", [near, full, near], False, False),
+    ]:
+        speculators._say.cache_clear()
+        caplog.clear()
+        config = {"speculators_model_type": kind, "aux_hidden_state_layer_ids": [2, 3], "sliding_window_non_causal": non_causal}
+        with caplog.at_level(logging.WARNING):
+            found = speculators.flat(config | {"transformer_layer_config": {"layer_types": layers}})
+        assert ("vLLM would run" in caplog.text) == warned, (kind, layers, non_causal)
+        assert found.get("is_causal") is (False if non_causal or (non_causal is None and kind == "dflash") else None)

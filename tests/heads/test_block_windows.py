@@ -31,6 +31,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("dspark", dict(window_causal=False, window_slides=False, draft_vocab=[1, 5, 9])),
     ("jetspec", dict(window_layers=[1])),
     ("domino", dict(window_layers=[0])),
+    ("xpress", dict(window_layers=[1])),
     ("dflash2", dict(window_causal=False, window_slides=False)),
 ]
 EACH = pytest.mark.parametrize(("name", "changes"), CASES)

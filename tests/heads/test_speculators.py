@@ -7,8 +7,6 @@ PYTHONPATH=DIR python -m pytest -q tests/heads/test_speculators.py
 from __future__ import annotations
 
 import functools
-import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ import torch
 from torch import Tensor
 
 from headstart.heads import hub
-from headstart.heads.formats import speculators as format_of
 from headstart.heads.unroll import unroll
 from tests.drafters import random_tokens, roots_of
 from tests.tiny_targets import tiny_target
@@ -113,20 +110,3 @@ def test_its_classes_compute_our_logits(kind: str, settings: Any, layers: Any, i
             found, wanted = unembedding.logits(draft.hidden_BNH)[0], expected[:, d - 1 + first]
             print(f"{kind}: off by {(found - wanted).abs().max():.1e} of {wanted.abs().max():.1f}")
             torch.testing.assert_close(found, wanted, rtol=0, atol=3e-5)
-
-
-def test_it_warns_where_vllm_would_compute_something_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for kind, layers, non_causal, warned in [
-        ("dflash", [SLIDING] * 3, False, False),
-        ("dflash", [SLIDING, FULL, SLIDING], False, True),
-        ("dflash", [FULL] * 3, False, True),
-        ("dflash", [FULL] * 3, True, False),
-        ("dspark", [SLIDING, FULL, SLIDING], False, False),
-        ("dspark", [SLIDING, FULL, SLIDING], True, True),
-    ]:
-        format_of._say.cache_clear()
-        caplog.clear()
-        config = theirs(kind, {"sliding_window_non_causal": non_causal}, layers, None).config
-        with caplog.at_level(logging.WARNING):
-            format_of.flat(json.loads(config.to_json_string()))
-        assert ("vLLM would run" in caplog.text) == warned, (kind, layers, non_causal)

@@ -94,7 +94,7 @@ def test_what_is_counted_without_numbers_is_what_there_is(head: str) -> None:
     assert count.flops > 0
 
 
-@pytest.mark.parametrize("head", ["eagle", "dflash", "dspark", "domino", "dflash2"])
+@pytest.mark.parametrize("head", ["eagle", "dflash", "dspark", "domino", "dflash2", "xpress"])
 def test_operations_of_the_loss(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside those of a real loss, forward and backward: a frozen head has no gradient of its own, a selector reads its candidates."""
     monkeypatch.setattr(products, "by_onednn", lambda _: False)  # of oneDNN's products torch has no formula
@@ -102,7 +102,7 @@ def test_operations_of_the_loss(head: str, monkeypatch: pytest.MonkeyPatch) -> N
     if head == "dflash2":
         asked["head"] |= {"rank": 8, "candidates": 5}
     if head != "eagle":
-        asked["head"] |= {"block": K + (head in ("dflash", "dflash2")), "anchors": 16}
+        asked["head"] |= {"block": K + (head in ("dflash", "dflash2", "xpress")), "anchors": 16}
     asked["loss"]["depth"] = K
     target = Target(AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG)))
     drafter = hub.build(head, target.shape, **{k: v for k, v in asked["head"].items() if k != "name"}).train()
@@ -114,15 +114,21 @@ def test_operations_of_the_loss(head: str, monkeypatch: pytest.MonkeyPatch) -> N
         hidden = [draft.hidden_BNH for draft in unroll(drafter, roots, None, K, ask_BA=ask)]
     supervised = [(torch.arange(T) < 16).expand(B, -1)] * K
     unembeddings, final = [drafter.unembedding(d) for d in range(1, K + 1)], torch.randn(B, T, 64)
+    judged = [(hidden, unembeddings)]
+    if "base" in asked["loss"]["terms"]:
+        judged.append(([u.parts(x)[0] for u, x in zip(unembeddings, hidden, strict=True)], [u.uncorrected() for u in unembeddings]))
     with Operations() as loss:
-        fused_loss(hidden, unembeddings, final, target.ends, tokens, supervised, {"kl": 1.0}, 0.8, 64, ask_BA=ask, selector=1.0)
+        for guesses, heads in judged:
+            fused_loss(guesses, heads, final, target.ends, tokens, supervised, {"kl": 1.0}, 0.8, 64, ask_BA=ask, selector=1.0)
     built = without_weights(AutoConfig.for_model(**CONFIG))
     with FakeTensorMode():
         without_numbers(built)
         arm = {k: asked[k] for k in ("head", "loss", "trainer")}
         count = module._count(arm, built, drafter.shape, asked["trainer"], False, CPU, torch.float32)
     rows, of_position = sum(x.shape[0] * x.shape[1] for x in hidden), 2 * 64 * 96  # the teacher's logits at one
+    of_position *= len(judged)
     products_of_loss = (loss.count - B * (16 + K - 1) * of_position) / (B * 16 * K) * rows
+    assert (len(judged) == 2) == (head == "xpress")
     assert count.flops == pytest.approx(3 * forward.count + products_of_loss + B * T * of_position, rel=1e-6)
 
 
