@@ -32,7 +32,7 @@ slow: install ## the slow tests: processes of their own, whole runs, long lists 
 	$(OFFLINE) $(PY) -m pytest -q -n 2 --dist worksteal -o timeout=900 -m slow
 
 gpu: ## what only a GPU can show (5 minutes at most; PYTHON needs torch, transformers, accelerate, pytest, and nothing is installed)
-	$(OFFLINE) $(PYTHON) -m pytest -q -ra -o addopts= -m gpu tests/test_gpu.py tests/heads/test_flash.py
+	$(OFFLINE) $(PYTHON) -m pytest -q -ra -o addopts= -m gpu tests/test_gpu.py tests/test_gpu_drafters.py tests/heads/test_flash.py
 
 # mypy follows no import hook of an editable installation: the package as it will be installed, for its eyes.
 TYPES := build/types/headstart

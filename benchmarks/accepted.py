@@ -84,12 +84,12 @@ def arms(trainer: dict[str, Any], rates: list[float], peer_rates: list[float]) -
     return found
 
 
-def capture(source: Source, taps: list[int], trainer: dict[str, Any], folder: Path) -> None:
-    """What the target says of the batches that `python train.py` begins with, a file each."""
+def capture(source: Source, taps: list[int], trainer: dict[str, Any], count: int, folder: Path) -> None:
+    """What the target says of the first ``count`` batches of `python train.py`, a file each."""
     folder.mkdir(parents=True, exist_ok=True)
     start = len(list(folder.glob("*.safetensors")))
     stream = source.stream(taps, trainer["batch_size"], trainer["seed"], start, 0, 1)
-    for step in range(start, trainer["steps"]):
+    for step in range(start, count):
         batch = source.observe(next(stream), taps)
         given = {"tokens": batch.tokens_BT, "documents": batch.documents_BT, "mask": batch.loss_mask_BT, "final": batch.final_BTD}
         given["states"] = torch.cat([batch.states[tap] for tap in taps], dim=-1)
@@ -105,29 +105,35 @@ def first_document(folder: Path, taps: list[int]) -> TargetBatch:
     return TargetBatch(of["tokens"], of["mask"], torch.arange(T)[None], of["documents"], states, of["final"])
 
 
-def train(arm: dict[str, Any], trainer: dict[str, Any], python: str, batches: Path, out: Path, sizes: dict[str, int], device: str) -> Path:
-    """The folder of what was trained."""
+def made_in(arm: dict[str, Any], out: Path) -> Path:
+    """Where the speculator of a run in ``out`` is."""
+    return out / "speculator" if arm["side"] == OURS else out
+
+
+def train(
+    arm: dict[str, Any], trainer: dict[str, Any], python: str, batches: Path, out: Path, sizes: dict[str, int], device: str
+) -> subprocess.Popen[bytes]:
+    """The process that trains it."""
     if arm["side"] == OURS:
         said = [f"trainer.lr={arm['rate']}", f"trainer.steps={trainer['steps']}", "trainer.precision=fp32", "trainer.decode_every=0"]
         said += [f"target.device={device}", "report=none", f"out={out}"]
-        command, made = [sys.executable, "train.py", "head=eagle", *said], out / "speculator"
+        command = [sys.executable, "train.py", "head=eagle", *said]
         path = {name: value for name, value in os.environ.items() if name == "PYTHONPATH"}
     else:
-        told = {
-            "verifier_name_or_path": str(ROOT / "assets" / "tiny"),
-            "draft": sizes,
-            "device": device,
-            **NORMS[arm["norms"]],
-            **arm["told"],
-        }
-        command, made = [python, str(Path(__file__).with_name("accepted_side.py")), str(batches), str(out), json.dumps(told)], out
+        verifier = str(ROOT / "assets" / "tiny")
+        told = {"verifier_name_or_path": verifier, "draft": sizes, "device": device, **NORMS[arm["norms"]], **arm["told"]}
+        command = [python, str(Path(__file__).with_name("accepted_side.py")), str(batches), str(out), json.dumps(told)]
         path = {}
-    if not (made / "config.json").is_file():
-        console.print(f"training {out.name}")
-        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | path
-        subprocess.run(command, cwd=ROOT, check=True, env=env | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
-        put_text(made / TRAINED_ON, device)
-    return made
+    console.print(f"training {out.name}")
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | path
+    return subprocess.Popen(command, cwd=ROOT, env=env | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+
+
+def trained(process: subprocess.Popen[bytes], folder: Path, device: str) -> None:
+    """Wait for it, and note in ``folder`` where it was. Raises CalledProcessError where it failed."""
+    if status := process.wait():
+        raise subprocess.CalledProcessError(status, process.args)
+    put_text(folder / TRAINED_ON, device)
 
 
 def opened(folder: Path, target: Target) -> Drafter:
@@ -180,11 +186,13 @@ def main() -> None:
     cli.add_argument("--steps", type=int, default=None, help="of training; the default recipe's if not given")
     cli.add_argument("--rates", type=float, nargs="+", default=[4e-3, 8e-3, 16e-3], help="of headstart")
     cli.add_argument("--peer-rates", type=float, nargs="+", default=[1e-3, 4e-3, 16e-3, 32e-3])
-    cli.add_argument("--arms", default="*", metavar="PATTERN", help="only these: headstart-*, speculators-ours-0.001, equal-theirs, ...")
+    cli.add_argument(
+        "--arms", nargs="+", default=["*"], metavar="PATTERN", help="only these: headstart-*, speculators-ours-0.001, equal-theirs, ..."
+    )
     cli.add_argument("--work", type=Path, default=None, help="keep here what is trained (a second call goes on in it)")
     cli.add_argument("--prompts", type=int, default=None, help="to decode; those of the report if not given")
     cli.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="that trains; decoding is on the CPU")
-    cli.add_argument("--train", action="store_true", help="train only")
+    cli.add_argument("--train", action="store_true", help="train only, all at once")
     cli.add_argument("--out", type=Path, default=RESULTS / "train_step.json")
     args = cli.parse_args()
     torch.set_num_threads(1)
@@ -192,12 +200,21 @@ def main() -> None:
     trainer, work = conf["trainer"], args.work or Path(tempfile.mkdtemp(prefix="accepted-"))
     target = open_tiny(False, f"target.device={args.device if args.train else 'cpu'}")
     source, batches = open_source(conf["data"], target, length=trainer["length"], seed=trainer["seed"]), work / "batches"
-    capture(source, default_taps(target.shape.layers), trainer, batches)
     sizes = {"num_attention_heads": conf["head"]["heads"], "num_key_value_heads": conf["head"]["kv_heads"]}
     wanted = arms(trainer, args.rates, args.peer_rates)
     more = [f" --{key} {n}" for key, n in (("steps", args.steps), ("prompts", args.prompts)) if n is not None]
     about = {"command": "python benchmarks/accepted.py --peer PYTHON" + "".join(more), "machine": machine(torch.device("cpu"))}
     of = {name: (work / f"{name}-{trainer['steps']}", work / f"{name}-{trainer['steps']}.json") for name in wanted}
+    folders = {name: made_in(arm, of[name][0]) for name, arm in wanted.items()}
+    asked = [name for name in wanted if any(fnmatch(name, p) for p in args.arms) and not of[name][1].is_file()]
+    untrained = [name for name in asked if not (folders[name] / "config.json").is_file()]
+    peers = [name for name in untrained if wanted[name]["side"] != OURS]
+
+    def begin(name: str) -> subprocess.Popen[bytes]:
+        return train(wanted[name], trainer, args.peer, batches, of[name][0], sizes, args.device)
+
+    def capture_first(count: int) -> None:
+        capture(source, default_taps(target.shape.layers), trainer, count, batches)
 
     def write() -> None:
         made = [name for name in wanted if of[name][1].is_file()]
@@ -205,11 +222,20 @@ def main() -> None:
         left = {"not_measured": [name for name in wanted if name not in made]}
         put(args.out, figures(rows, trainer["lr"]) | {"accepted": rows, "accepted_of": about | left})
 
-    for name in (name for name in wanted if fnmatch(name, args.arms) and not of[name][1].is_file()):
-        (out, done), arm = of[name], wanted[name]
-        folder = train(arm, trainer, args.peer, batches, out, sizes, args.device)
-        if args.train:
-            continue
+    if args.train:
+        running = {name: begin(name) for name in untrained if name not in peers}
+        capture_first(trainer["steps"])
+        running |= {name: begin(name) for name in peers}
+        for process in running.values():
+            process.wait()
+        for name, process in running.items():
+            trained(process, folders[name], args.device)
+        return
+    capture_first(trainer["steps"] if peers else 1)
+    for name in asked:
+        if name in untrained:
+            trained(begin(name), folders[name], args.device)
+        folder, (out, done), arm = folders[name], of[name], wanted[name]
         drafter = opened(folder, target)
         found = {key: arm[key] for key in ("side", "rate", "norms")} | {"steps": trainer["steps"]}
         found["trained_on"] = (folder / TRAINED_ON).read_text()
@@ -218,8 +244,7 @@ def main() -> None:
         put_text(done, json.dumps(found, indent=1) + "\n")
         console.print(found)
         write()
-    if not args.train:
-        write()
+    write()
 
 
 if __name__ == "__main__":
