@@ -115,12 +115,12 @@ def train(batches: Path, out: Path, settings: dict[str, Any]) -> None:
             trainer.schedulers = [torch.optim.lr_scheduler.LambdaLR(each, shares.__getitem__) for each in trainer.optimizers]
         trainer.train_epoch(0)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "losses.json").write_text(json.dumps(losses(model.cpu(), collate, first, how)) + "\n")
     weights = {name: x.contiguous() for name, x in model.state_dict().items() if not name.startswith(("verifier_", "embed_tokens."))}
     save_file(weights, out / "model.safetensors")
     switches = {key: getattr(model.config, key) for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")}
     config = layer.to_dict() | switches | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": layer.vocab_size}
     (out / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    (out / "losses.json").write_text(json.dumps(losses(model.cpu(), collate, first, how)) + "\n")
 
 
 if __name__ == "__main__":
