@@ -166,7 +166,7 @@ class Beside(Memory):
 
     def __init__(self, memory: Memory) -> None:
         super().__init__()
-        self.memory = memory
+        self.memory, self.single = memory, memory.single
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> list[Segment]:
         """The first rows of a layer go to ``memory``. Later rows are stored nowhere, only returned behind those of memory."""
@@ -174,6 +174,15 @@ class Beside(Memory):
             self.layers[layer] = list(self.memory.write(layer, k, v))
             return self.layers[layer]
         return [*self.layers[layer], (k, v)]
+
+    def room(self, layer: int, rows: int) -> Room | None:
+        """As ``Memory.room``, where ``memory`` holds one sequence. Later rows use slots that stay free: the next rows overwrite them."""
+        found = self.memory.room(layer, rows) if self.single else None
+        if found is not None and layer in self.layers:
+            self.memory.rewind(found.stop - rows)  # all layers hold the roots, and no more
+        elif found is not None:
+            self.layers[layer] = [(found.keys[:, :, : found.stop], found.values[:, :, : found.stop])]
+        return found
 
 
 @dataclass

@@ -18,7 +18,7 @@ from headstart.heads import hub
 from headstart.heads.base import Draft, Drafter, Roots
 from headstart.heads.dflash import spread_taps
 from headstart.heads.errors import UserError
-from headstart.heads.memory import Beside, Memory
+from headstart.heads.memory import Beside, Memory, Slots
 from headstart.heads.unroll import unroll
 from headstart.heads.visibility import BlockSees, CausalSees, ChainSees, MaskSees
 from headstart.inference.decoding.target import Target
@@ -318,6 +318,22 @@ def test_rows_beside_a_memory_are_forgotten() -> None:
         segments = beside.write(0, x[2], x[2])
         assert [torch.equal(k, row) for (k, _), row in zip(segments, x, strict=True)] == [True] * 3
     assert memory.rows() == 4
+
+
+def test_rows_beside_one_sequence_use_slots_that_stay_free() -> None:
+    memory, x = Slots(capacity=8), torch.randn(2, 1, 1, 2, 4)
+    assert Beside(memory).room(0, 2) is None  # no buffers yet
+    memory.write(0, x[0], x[0])
+    beside = Beside(memory)
+    roots = beside.room(0, 2)
+    assert roots is not None and (roots.start, roots.stop) == (2, 4) and memory.rows() == 4
+    roots.keys[:, :, 2:4] = roots.values[:, :, 2:4] = x[1]
+    for _ in range(2):
+        found = beside.room(0, 3)
+        assert found is not None and (found.start, found.first, found.stop) == (4, 0, 7) and memory.rows() == 4
+    assert beside.room(0, 5) is None and memory.rows() == 4
+    before, own = beside.write(0, x[0], x[0])
+    assert torch.equal(before[0], torch.cat([*x], dim=2)) and torch.equal(own[1], x[0]) and memory.rows() == 4
 
 
 def test_gradients_reach_everything_that_is_trained() -> None:
