@@ -226,10 +226,8 @@ def main() -> None:
         running = {name: begin(name) for name in untrained if name not in peers}
         capture_first(trainer["steps"])
         running |= {name: begin(name) for name in peers}
-        for process in running.values():
-            process.wait()
-        for name, process in running.items():
-            trained(process, folders[name], args.device)
+        for name in sorted(running, key=lambda name: running[name].wait() != 0):  # what failed comes last
+            trained(running[name], folders[name], args.device)
         return
     capture_first(trainer["steps"] if peers else 1)
     for name in asked:
