@@ -18,6 +18,7 @@ Shape suffixes: B batch, T roots, A asked roots, S slots, N nodes, D hidden.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ from torch import Tensor, nn
 
 from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, ascending_taps, layer_sizes
 from headstart.heads.errors import UserError
-from headstart.heads.layers import DecoderLayer, RMSNorm, Rope
-from headstart.heads.memory import Beside, Memory
+from headstart.heads.layers import CosSin, DecoderLayer, RMSNorm, Rope
+from headstart.heads.memory import Beside, Memory, Segment
 from headstart.heads.unembedding import Unembedding
 from headstart.heads.visibility import BlockSees, Sees, blocks_of
 from headstart.heads.vocab import OutputHead, check_ids
@@ -121,7 +122,7 @@ class Dflash(Drafter):
         self.windowed = windowed_layers(window, window_layers, layers, block)
         self.window, self.window_causal, self.window_slides = window, window_causal, window_slides
         heads, kv_heads, width = layer_sizes(shape, heads, kv_heads, intermediate_size)
-        self.fc = nn.Linear(len(self.taps) * D, D, bias=False)
+        self._add_fusion(layers)
         self.hidden_norm = RMSNorm(D, eps)
         self.mask_embedding = nn.Parameter(torch.randn(D) * 0.02) if mask_token is None else None
         self.layers = nn.ModuleList(self._layer((D, heads, kv_heads, shape.head_dim, width, eps)) for _ in range(layers))
@@ -140,6 +141,10 @@ class Dflash(Drafter):
         if self.lm_head is not None:
             self.lm_head.start_from(ends)
 
+    def _add_fusion(self, layers: int) -> None:
+        """What joins the tapped states. Subclasses may join them in another way."""
+        self.fc = nn.Linear(len(self.taps) * self.shape.hidden_size, self.shape.hidden_size, bias=False)
+
     def _layer(self, sizes: Sizes) -> nn.Module:
         """A decoder layer. Subclasses may have layers of their own."""
         return DecoderLayer(*sizes, head_norm=True)
@@ -154,18 +159,22 @@ class Dflash(Drafter):
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
         """Read the roots into memory and fill the blocks of those in ``ask``, some at a time. The state of a draft is its whole block."""
         rows = Beside(memory)
-        z = self.hidden_norm(self.fc(torch.cat([roots.states[tap] for tap in self.taps], dim=-1)))
-        cos_sin = self.rope(roots.positions_BT)
-        for i, layer in enumerate(self.layers):
-            rows.write(i, *layer.self_attn.keys_values(z, cos_sin))  # type: ignore[operator, union-attr]
+        states = [roots.states[tap] for tap in self.taps]
+        for i, (k, v) in enumerate(self._context(states, self.rope(roots.positions_BT))):
+            rows.write(i, k, v)
         ask_BA = asked(ask, roots)
         tokens_BA = roots.chosen_BT.gather(1, ask_BA)
         first_BA = roots.positions_BT.gather(1, ask_BA) + 1
-        anchor_BAD = self.ends.embed(tokens_BA).to(z.dtype)
+        anchor_BAD = self.ends.embed(tokens_BA).to(states[0].dtype)
         state = []
         for ask_Ba, anchor_BaD, first_Ba in zip(*map(blocks_of, (ask_BA, anchor_BAD, first_BA)), strict=True):
             state.append(self._fill(anchor_BaD, first_Ba, rows, self._rules(sees, ask_Ba)))
         return self._first(torch.cat(state, dim=1), tokens_BA)
+
+    def _context(self, states: list[Tensor], cos_sin: CosSin) -> Iterator[Segment]:
+        """The keys and values of the roots, layer by layer, from their tapped states."""
+        z_BTD = self.hidden_norm(self.fc(torch.cat(states, dim=-1)))
+        return (layer.self_attn.keys_values(z_BTD, cos_sin) for layer in self.layers)  # type: ignore[operator, union-attr]
 
     def _rules(self, roots: Sees, ask_BA: Tensor) -> list[Sees]:
         """What the blocks on these roots see in each layer."""

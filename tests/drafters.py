@@ -25,6 +25,7 @@ TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num
 SERVED: dict[str, dict[str, Any]] = {  # small ones in formats of engines, with a mask that those know
     "eagle1": {},
     "peagle": dict(layers=1, depth=3, mask_token=95),
+    "dflare": dict(layers=1, block=4, mask_token=95),
     "dflash2": dict(layers=1, block=4, rank=8, mask_token=95),
     "xpress": dict(layers=1, block=4, rank=16, mlp_hidden=64, mask_token=95),
     "dspark": dict(layers=1, block=4, rank=8, mask_token=95),

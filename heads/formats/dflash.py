@@ -1,4 +1,4 @@
-"""The folder of DFlash and the drafters built on it, as vLLM and SGLang load it (Domino: SGLang alone).
+"""The folder of DFlash and the drafters built on it, as vLLM and SGLang load it (Domino: SGLang alone; DFlare: AngelSlim).
 
 Names are Qwen3's without a prefix. Embedding and head are the target's and not in the file; the mask is a token of the target. A trimmed
 vocabulary has its head and the maps of ``heads/vocab.py`` in the file, as in EAGLE-3's: vLLM alone reads them, and in DFlash's folders it
@@ -25,6 +25,7 @@ from headstart.heads.serving import Command, sglang, vllm
 from headstart.heads.vocab import ids_of, maps_of
 
 DFLASH, DFLASH2, DSPARK, XPRESS = "DFlashDraftModel", "DFlash2DraftModel", "Qwen3DSparkModel", "Qwen3XPressModel"
+DFLARE = "QwenDFlareDraftModel"  # of AngelSlim, the library of its authors
 THEIRS = {
     "markov_w1.weight": "markov_head.markov_w1.weight",
     "markov_w2": "markov_head.markov_w2.weight",
@@ -83,9 +84,10 @@ DSPARK_ONLY: dict[str, tuple[Any, ...]] = {
 SLIDING, FULL, FROM_ANCHOR = "sliding_attention", "full_attention", "sliding_window_from_anchor"
 WINDOW_KEYS = ("layer_types", "sliding_window", "use_sliding_window")
 TRIMMABLE = ("dflash", "jetspec", "dspark")  # may have a trimmed vocabulary
-ARCHITECTURE = {"dspark": DSPARK, "dflash2": DFLASH2, "xpress": XPRESS}  # of the others: DFLASH
+ARCHITECTURE = {"dspark": DSPARK, "dflash2": DFLASH2, "xpress": XPRESS, "dflare": DFLARE}  # of the others: DFLASH
 CONV = {"conv_taps": "conv_kernel_size", "conv_group": "conv_group_size", "rank": "selector_rank", "candidates": "selector_top_k"}
 REFINER = {"rank": ("xpress_rank", 256), "mlp_hidden": ("xpress_mlp_hidden", 512)}  # our setting, vLLM's key, its default
+UNSERVED = {"dflare": "no released engine has DFlare; AngelSlim's benchmark reads it as trained with head.mask_token=ID"}
 DOMINO_ONLY: dict[str, tuple[Any, ...]] = {"shift_label": (True, None), "pure_draft_prefix_len": (1, None)}
 ONLY = {"dspark": DSPARK_ONLY, "domino": DOMINO_ONLY}
 
@@ -139,12 +141,12 @@ def config(drafter: Any) -> dict[str, Any]:
 
 
 def recognises(config: dict[str, Any]) -> bool:
-    """A folder with one of the four architecture names."""
-    return architecture(config) in (DFLASH, DFLASH2, DSPARK, XPRESS)
+    """A folder with one of the five architecture names."""
+    return architecture(config) in (DFLASH, *ARCHITECTURE.values())
 
 
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
-    """Which of the six kinds it is, and its sizes. Raises UserError for keys that would change what engines compute."""
+    """Which of the seven kinds it is, and its sizes. Raises UserError for keys that would change what engines compute."""
     said = _said(config)
     named = {name: head for head, name in ARCHITECTURE.items()}.get(architecture(config))
     head = named or ("domino" if said.get("projector_type") == "domino" else "jetspec" if _causal(said) else "dflash")
@@ -217,6 +219,8 @@ def _causal(said: dict[str, Any]) -> bool:
 def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Command]:
     """A block is filled in one pass at its trained length, so engines draft all of it, whatever depth is requested."""
     whole, head = drafter.max_depth, drafter.config["head"]
+    if head in UNSERVED:
+        return []
     for_vllm, for_sglang = _needs(drafter)
     if head == "domino":
         needs = f"{for_sglang}, CUDA, bf16; it drafts {whole - 1} of the {whole} tokens"
@@ -227,6 +231,11 @@ def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Comman
     if head == "dspark":
         return [*found, sglang(target, folder, "DSPARK", for_sglang)]
     return [*found, sglang(target, folder, "DFLASH", for_sglang, num_draft_tokens=drafter.block)]  # includes the last known token
+
+
+def unserved(drafter: Any) -> str:
+    """Why no engine loads the folder."""
+    return UNSERVED[drafter.config["head"]]
 
 
 def _needs(drafter: Any) -> tuple[str, str]:

@@ -29,7 +29,7 @@ from tests.tiny_targets import tiny_target
 
 TARGET, MASK = functools.cache(tiny_target), 95
 SMALL: dict[str, dict[str, Any]] = {
-    name: dict(layers=2, block=5, taps=[2, 3, 5]) for name in ("dflash", "jetspec", "dflash2", "xpress", "dspark", "domino")
+    name: dict(layers=2, block=5, taps=[2, 3, 5]) for name in ("dflash", "jetspec", "dflare", "dflash2", "xpress", "dspark", "domino")
 }
 SMALL["domino"] |= dict(gru=24, rank=12)
 SMALL["dspark"] |= dict(rank=10)
@@ -39,6 +39,7 @@ SMALL["peagle"] = dict(layers=2, depth=4, taps=[2, 3, 5])
 EXTRA = {
     "dflash": set(),
     "jetspec": set(),
+    "dflare": {"layer_fusion_weights", *(f"layers.{i}.self_attn.{x}_proj_target.weight" for i in (0, 1) for x in "kv")},
     "dflash2": {
         *(f"candidate_selector.{x}" for x in ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")),
         *(f"layers.{i}.{on}_conv.{x}" for i in (0, 1) for on in ("attention", "mlp") for x in ("base_kernel", "kernel_projection.weight")),
@@ -51,6 +52,12 @@ EXTRA = {
     "domino": {"prefix_gru.weight_ih_l0", "prefix_gru.weight_hh_l0", "embed_proj.0.weight", "embed_proj.2.weight"},
 }
 
+ARCHITECTURES = {
+    "dflare": "QwenDFlareDraftModel",
+    "dflash2": "DFlash2DraftModel",
+    "xpress": "Qwen3XPressModel",
+    "dspark": "Qwen3DSparkModel",
+}
 XPRESS = {  # of vLLM's names those of the speculators library
     "xpress_head.w1.weight": "refiner_head.token_embed.weight",
     "xpress_head.w2.weight": "refiner_head.readout.weight",
@@ -81,7 +88,9 @@ class Engine(Reference):
         """The slots after the last norm: the bonus token, then masks, at ``position`` on."""
         settings = self.config | self.config.get("dflash_config", {})
         ids, slots = settings["target_layer_ids"], settings["block_size"]
-        context = self.norm(self.linear(torch.cat([tapped[i + 1] for i in ids], -1), "fc"), "hidden_norm")
+        mixes, context = self.w.get("layer_fusion_weights"), torch.empty(0)  # DFlare's, of each layer and tap
+        if mixes is None:
+            context = self.norm(self.linear(torch.cat([tapped[i + 1] for i in ids], -1), "fc"), "hidden_norm")
         x = self.embed[torch.tensor([bonus] + [settings["mask_token_id"]] * (slots - 1))]
         where, positions = torch.arange(position), position + torch.arange(slots)
         row, column = positions[:, None], torch.cat([where, positions])
@@ -92,15 +101,20 @@ class Engine(Reference):
             if sliding:
                 sees &= row - column < self.config["sliding_window"]
 
-            def heads(rows: Tensor, kind: str, name: str = name) -> Tensor:
-                found = self.linear(rows, f"{name}{kind}_proj").view(len(rows), -1, self.d)
+            if mixes is not None:
+                mixed = torch.einsum("kth,k->th", torch.stack([tapped[j + 1] for j in ids]), mixes[i].softmax(0))
+                context = self.norm(mixed, "hidden_norm")
+
+            def heads(rows: Tensor, kind: str, name: str = name, of: str = "") -> Tensor:
+                found = self.linear(rows, f"{name}{kind}_proj{of}").view(len(rows), -1, self.d)
                 return found if kind == "v" else self.norm(found, f"{name}{kind}_norm")
 
             normed = self.norm(x, f"layers.{i}.input_layernorm")
             into = self.convolve(normed, f"layers.{i}.attention_conv", 0, normed)
             q = self.rotate(heads(into, "q"), positions)
-            k = torch.cat([self.rotate(heads(context, "k"), where), self.rotate(heads(into, "k"), positions)])
-            v = torch.cat([heads(context, "v"), heads(into, "v")])
+            of = "" if mixes is None else "_target"
+            k = torch.cat([self.rotate(heads(context, "k", of=of), where), self.rotate(heads(into, "k"), positions)])
+            v = torch.cat([heads(context, "v", of=of), heads(into, "v")])
             k, v = (y.repeat_interleave(self.h // self.g, 1) for y in (k, v))
             p = (torch.einsum("qhd,khd->hqk", q, k) / self.d**0.5).masked_fill(~sees, -torch.inf).softmax(-1)
             attended = self.linear(torch.einsum("hqk,khd->qhd", p, v).reshape(slots, -1), name + "o_proj")
@@ -192,16 +206,17 @@ def test_engines_compute_what_we_do(name: str, changes: dict[str, Any], tmp_path
     layer = [f"self_attn.{x}.weight" for x in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
     layer += [f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")] + ["input_layernorm.weight", "post_attention_layernorm.weight"]
     own = {"lm_head.weight", "d2t", "t2d"} if trimmed else set()
-    whole = {"fc.weight", "hidden_norm.weight", "norm.weight", *(f"layers.{i}.{x}" for i in (0, 1) for x in layer)}
+    joined = set() if name == "dflare" else {"fc.weight"}
+    whole = joined | {"hidden_norm.weight", "norm.weight", *(f"layers.{i}.{x}" for i in (0, 1) for x in layer)}
     assert w.keys() == whole | EXTRA[name] | own and engine.config.get("draft_vocab_size") == (len(IDS) if trimmed else None)
     if trimmed:
         assert (w["d2t"] + torch.arange(len(IDS))).tolist() == w["t2d"].nonzero()[:, 0].tolist() == IDS
-    named = {"dflash2": "DFlash2DraftModel", "xpress": "Qwen3XPressModel", "dspark": "Qwen3DSparkModel"}.get(name, "DFlashDraftModel")
+    named = ARCHITECTURES.get(name, "DFlashDraftModel")
     by_layer = "window" in changes and changes.get("window_causal", name != "jetspec")
     assert engine.config["is_causal"] == (None if by_layer else name == "jetspec") and engine.config["architectures"] == [named]
     slots = engine.block([s[: root + 1] for s in states], tokens[root + 1], root + 1)
     logits = list(slots @ (w["lm_head.weight"] if trimmed else engine.head).T)
-    if name in ("dflash", "jetspec", "dflash2", "xpress"):
+    if name not in ("dspark", "domino"):
         logits = logits[1:]
     if name == "dflash2":
         part = {x: w[f"candidate_selector.{x}"] for x in ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")}

@@ -26,7 +26,7 @@ from tests.drafters import fresh, make, random_tokens, roots_of
 from tests.tiny_targets import tiny_target
 
 TARGET = functools.cache(tiny_target)
-BACKBONE = ["dflash", "jetspec", "dflash2", "xpress", "dspark", "domino"]
+BACKBONE = ["dflash", "jetspec", "dflare", "dflash2", "xpress", "dspark", "domino"]
 BLOCKS = [*BACKBONE, "peagle"]
 SMALL: dict[str, dict[str, Any]] = {name: dict(layers=2, block=5) for name in BACKBONE} | {"peagle": dict(layers=2, depth=4)}
 EXACT = dict(rtol=0, atol=1e-5)
@@ -90,15 +90,24 @@ class Loops:
             out.append(torch.stack([rows[s - t] * kernel[t] for t in range(min(s + 1, len(base)))]).sum(0))
         return out
 
+    def context(self, tapped: Tensor, i: int, position: int) -> tuple[Tensor, Tensor]:
+        """A root's key and value in layer ``i``, from its tapped states, side by side. DFlare mixes them and has matrices of its own."""
+        layer, own = f"layers.{i}", self.w.get("layer_fusion_weights")
+        if own is None:
+            return self.key_value(self.norm(self.w["fc.weight"] @ tapped, "hidden_norm"), layer, position)
+        weights, states = own[i].exp() / own[i].exp().sum(), tapped.view(own.shape[1], -1)
+        z = self.norm(sum(w * state for w, state in zip(weights, states, strict=True)), "hidden_norm")  # type: ignore[arg-type]
+        k, v = ((self.w[f"{layer}.self_attn.{kind}_proj_target.weight"] @ z).view(-1, self.shape.head_dim) for kind in "kv")
+        return self.rotate(self.norm(k, f"{layer}.self_attn.k_norm"), position), v
+
     def dflash(self, states: Tensor, anchor: int, t: int, slots: int, causal: bool = False, seen: Seen | None = None) -> Tensor:
         """The slots after the last norm. ``states``: the tapped ones of the roots, side by side. ``seen``: layer and slot -> the first
         root that it sees, and how many slots.
         """
-        z = [self.norm(self.w["fc.weight"] @ states[j], "hidden_norm") for j in range(t + 1)]
         x = [self.embed[anchor], *[self.w["mask_embedding"]] * (slots - 1)]
         for i in range(2):
             layer = f"layers.{i}"
-            context = [self.key_value(z[j], layer, j) for j in range(t + 1)]
+            context = [self.context(states[j], i, j) for j in range(t + 1)]
             normed = [self.norm(row, f"{layer}.input_layernorm") for row in x]
             into = self.convolve(normed, f"{layer}.attention_conv", 0, normed)
             own = [self.key_value(row, layer, t + 1 + k) for k, row in enumerate(into)]
@@ -141,7 +150,7 @@ def case(name: str) -> tuple[Drafter, Roots, list[int], Tensor]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("t", [0, 6])
-@pytest.mark.parametrize("name", ["dflash", "jetspec"])
+@pytest.mark.parametrize("name", ["dflash", "jetspec", "dflare"])
 def test_a_block_is_its_definition(name: str, t: int) -> None:
     """Slot k of the block at anchor t+1 guesses x[t+1+k]."""
     drafter, roots, tokens, states = case(name)

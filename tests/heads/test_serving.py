@@ -45,6 +45,8 @@ FOUND: list[tuple[str, dict[str, Any], tuple[Any, ...] | None, dict[str, Any], s
     ("domino", dict(layers=2, block=7, window=64, **MASK), None, {}, {"SGLang"}),
     ("dflash", dict(layers=2), None, {}, set()),
     ("jetspec", dict(layers=2, block=8, **MASK), ("dflash", 7), {}, {"vLLM", "SGLang"}),
+    ("dflare", dict(layers=2, block=8, **MASK), None, {}, set()),
+    ("dflare", dict(layers=2, block=8), None, {}, set()),
     ("dflash2", dict(layers=2, block=8, **MASK), ("dflash", 7), {}, {"vLLM", "SGLang"}),
     ("xpress", dict(layers=2, block=8, **MASK), ("dflash", 7), {}, {"vLLM"}),
     ("dspark", dict(layers=2, block=7, **MASK), ("dspark", 7), {}, {"vLLM", "SGLang"}),

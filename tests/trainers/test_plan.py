@@ -94,7 +94,7 @@ def test_what_is_counted_without_numbers_is_what_there_is(head: str) -> None:
     assert count.flops > 0
 
 
-@pytest.mark.parametrize("head", ["eagle", "dflash", "dspark", "domino", "dflash2", "xpress"])
+@pytest.mark.parametrize("head", ["eagle", "dflash", "dflare", "dspark", "domino", "dflash2", "xpress"])
 def test_operations_of_the_loss(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside those of a real loss, forward and backward: a frozen head has no gradient of its own, a selector reads its candidates."""
     monkeypatch.setattr(products, "by_onednn", lambda _: False)  # of oneDNN's products torch has no formula
@@ -102,7 +102,7 @@ def test_operations_of_the_loss(head: str, monkeypatch: pytest.MonkeyPatch) -> N
     if head == "dflash2":
         asked["head"] |= {"rank": 8, "candidates": 5}
     if head != "eagle":
-        asked["head"] |= {"block": K + (head in ("dflash", "dflash2", "xpress")), "anchors": 16}
+        asked["head"] |= {"block": K + (head in ("dflash", "dflare", "dflash2", "xpress")), "anchors": 16}
     asked["loss"]["depth"] = K
     target = Target(AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG)))
     drafter = hub.build(head, target.shape, **{k: v for k, v in asked["head"].items() if k != "name"}).train()

@@ -1,0 +1,67 @@
+"""DFlare (2606.02091): DFlash whose layers each read a mixture of their own of many tapped states.
+
+DFlash joins the tapped states once, in one matrix, for all layers. Here layer i reads z_i = norm(sum_k softmax(w_i)_k * state_k), with one
+number w_ik for each pair of layer and tap, and has key and value matrices for the roots apart from those for its block. At the start the
+layers lean on one tap each, the first layers on the lower ones. Everything else is DFlash's. Names and starting values are those of the
+authors' AngelSlim.
+
+Shape suffixes: B batch, T roots, D hidden, L layers, K taps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headstart.heads.base import TargetShape
+from headstart.heads.dflash import Dflash, Sizes, spread_taps
+from headstart.heads.layers import Attention, CosSin, DecoderLayer, rotate
+from headstart.heads.memory import Segment
+
+TAPS = 9  # of the published drafters
+LEANING = 2.0  # by so much a layer prefers its own tap at the start
+
+
+class FlareAttention(Attention):
+    """Attention with further matrices for the keys and values of the roots."""
+
+    def __init__(self, hidden_size: int, heads: int, kv_heads: int, head_dim: int, head_eps: float) -> None:
+        super().__init__(hidden_size, hidden_size, heads, kv_heads, head_dim, head_eps)
+        self.k_proj_target = nn.Linear(hidden_size, kv_heads * head_dim, bias=False)
+        self.v_proj_target = nn.Linear(hidden_size, kv_heads * head_dim, bias=False)
+
+    def of_roots(self, z_BTD: Tensor, cos_sin: CosSin) -> Segment:
+        """Keys, rotated by RoPE, and values of the roots: [B, kv_heads, T, d] each."""
+        k, v = self._split(self.k_proj_target(z_BTD)), self._split(self.v_proj_target(z_BTD))
+        return rotate(self.k_norm(k), cos_sin), v
+
+
+class Dflare(Dflash, without=("draft_vocab", "window", "window_layers", "window_causal", "window_slides")):
+    """``taps``: None: 9, spread evenly (fewer for small targets). The other settings are DFlash's; AngelSlim's folders have neither trimmed
+    vocabularies nor sliding windows.
+    """
+
+    scales = ("layer_fusion_weights",)  # for the optimiser not a matrix: each number weighs one state
+
+    def __init__(self, shape: TargetShape, *, taps: list[int] | None = None, **more: Any) -> None:
+        super().__init__(shape, taps=taps or spread_taps(shape.layers, TAPS), **more)
+
+    def _add_fusion(self, layers: int) -> None:
+        taps = len(self.taps)
+        self.layer_fusion_weights = nn.Parameter(torch.zeros(layers, taps))
+        for layer in range(layers):
+            self.layer_fusion_weights.data[layer, layer * taps // layers] = LEANING
+
+    def _layer(self, sizes: Sizes) -> nn.Module:
+        hidden_size, heads, kv_heads, head_dim, _, eps = sizes
+        layer = DecoderLayer(*sizes, head_norm=True)
+        layer.self_attn = FlareAttention(hidden_size, heads, kv_heads, head_dim, eps)
+        return layer
+
+    def _context(self, states: list[Tensor], cos_sin: CosSin) -> Iterator[Segment]:
+        mix_LK = self.layer_fusion_weights.softmax(-1).to(states[0].dtype)
+        mixed_LBTD = (mix_LK @ torch.stack(states).flatten(1)).unflatten(1, states[0].shape)
+        return (layer.self_attn.of_roots(self.hidden_norm(z_BTD), cos_sin) for layer, z_BTD in zip(self.layers, mixed_LBTD, strict=True))  # type: ignore[operator, union-attr]
