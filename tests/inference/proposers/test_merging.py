@@ -191,7 +191,7 @@ def test_only_the_last_of_two_drafters_draws() -> None:
 
 def test_the_enumeration_notices_a_wrong_union() -> None:
     """Drawn children that are cut by their own probability are not drawn from q any more."""
-    world = pair("alike", 3, 4, 2)
+    world = pair("alike", 3, 3, 2)
 
     class Choosy(Union):
         def propose(self, policy: TreePolicy, rng: CounterRNG, sampling: SamplingParams) -> Tree:
