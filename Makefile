@@ -53,8 +53,8 @@ docs: install $(TYPES) ## the documentation as pages, build/docs/index.html
 	$(PY) docs/pictures.py
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
 
-figures: install ## five drafters, each trained by itself (about 20 minutes); all kinds: python benchmarks/drafters.py
-	$(PY) benchmarks/figures.py
+figures: install ## README's table of all drafters, from one run (about 45 minutes)
+	$(PY) benchmarks/drafters.py
 
 clean: ## remove what tools and builds left (runs/ and the virtual environment stay)
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.figures import RESULTS, RUNS, run
 from headstart.heads.files import put_text
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 
 CHANGES = {
     "as shipped": ["head=eagle"],
@@ -28,6 +31,16 @@ CHANGES = {
     "trained at depth 1 only": ["loss.depth=1"],
     "trained to depth 5": ["loss.depth=5"],
 }
+
+
+def run(name: str, overrides: list[str], runs: Path, quick: bool) -> dict[str, Any]:
+    """The report of one run, in a folder of this name; a finished one is not trained again."""
+    out = runs.resolve() / f"{name}{'-quick' if quick else ''}"
+    overrides = [*overrides, *(["experiment=smoke"] if quick else [])]
+    print("$ python train.py", *overrides, f"out={out}", flush=True)
+    subprocess.run([sys.executable, "train.py", *overrides, f"out={out}"], cwd=ROOT, check=True)
+    report: dict[str, Any] = json.loads((out / "report.json").read_text())
+    return report | {"command": " ".join(["python train.py", *overrides])}
 
 
 def table(reports: dict[str, dict[str, Any]]) -> str:
@@ -45,7 +58,7 @@ def table(reports: dict[str, dict[str, Any]]) -> str:
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--quick", action="store_true", help="a few steps, to see that it runs; writes no results")
-    cli.add_argument("--runs", type=Path, default=RUNS.parent / "ablations", help="where the run folders are kept")
+    cli.add_argument("--runs", type=Path, default=ROOT / "runs" / "ablations", help="where the run folders are kept")
     args = cli.parse_args()
     reports = {
         name: run(f"ablation-{i}", [*changes, "decode=dynamic"], args.runs, args.quick) for i, (name, changes) in enumerate(CHANGES.items())

@@ -114,7 +114,7 @@ def measure(quick: bool, dial: float = DIAL) -> dict[str, Any]:
         "planted": {
             "parameters": sum(p.numel() for p in target.model.parameters()),
             "drafter_parameters": sum(p.numel() for p in drafter.parameters()),
-            "acceptance": agreement(target, lm, prompts, runs["plain"]),
+            "acceptance": agreement(lm, prompts, runs["plain"]),
             "distinct_tokens": statistics.mean(len(set(g.tokens)) / len(g.tokens) for g in runs["plain"]),
             "ours_is": best,
             "tree": vars(policy),
@@ -245,7 +245,7 @@ class Costs:
 
 
 @torch.no_grad()
-def agreement(target: Target, lm: Any, prompts: Sequence[Sequence[int]], said: Sequence[Generation]) -> float:
+def agreement(lm: Any, prompts: Sequence[Sequence[int]], said: Sequence[Generation]) -> float:
     """How often the assistant's likeliest token is the one that plain decoding said, fed with true tokens."""
     same: list[bool] = []
     for prompt, run in zip(prompts, said, strict=True):

@@ -174,6 +174,7 @@ class Drafter(nn.Module, ABC):
     taps: tuple[int, ...] = ()  # target layers it reads: k is the residual stream after k layers, N the state after the final norm
     config: dict[str, Any]  # {"head": NAME, **arguments}, set by heads.hub.build
     format: str = "native"  # heads/formats/FORMAT.py writes and reads the folder
+    unserved: str = ""  # why no engine loads its folders, whatever their format
     max_depth: int | None = None  # deepest guess it can make; None: any
     unrolls: bool = True  # False: with true tokens, depth d of root t equals depth 1 of root t+d-1, so only depth 1 is trained
     memory_dtype: torch.dtype | None = None  # of its memory, where another dtype than its own is read faster
@@ -190,9 +191,12 @@ class Drafter(nn.Module, ABC):
         self.claimed_VD: Tensor | None = None  # the target's embedding as a foreign folder stores it, until ``attach`` compares the two
 
     def __init_subclass__(cls, without: Collection[str] = ()) -> None:
-        """Where a constructor ends in ``**more``, add the base class's settings to the signature, except those in ``without``."""
-        taken = dict(list(inspect.signature(cls.__init__).parameters.items())[1:])
-        if taken.pop("more", None):
+        """Where a constructor ends in ``**more``, or there is none, add the base class's settings to the signature, except those in
+        ``without``.
+        """
+        own = vars(cls).get("__init__")
+        taken = dict(list(inspect.signature(own).parameters.items())[1:]) if own else {}
+        if taken.pop("more", None) or own is None:
             theirs = inspect.signature(cls.__base__).parameters if cls.__base__ else {}
             taken = {name: setting for name, setting in theirs.items() if name not in without} | taken
         cls.__signature__ = inspect.Signature(list(taken.values()))

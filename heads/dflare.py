@@ -18,25 +18,12 @@ from torch import Tensor, nn
 
 from headstart.heads.base import TargetShape
 from headstart.heads.dflash import Dflash, Sizes, spread_taps
-from headstart.heads.layers import Attention, CosSin, DecoderLayer, rotate
+from headstart.heads.layers import CosSin
 from headstart.heads.memory import Segment
 
 TAPS = 9  # of the published drafters
+OF_ROOTS = "_target"  # ends the names of the matrices that make the roots' keys and values
 LEANING = 2.0  # by so much a layer prefers its own tap at the start
-
-
-class FlareAttention(Attention):
-    """Attention with further matrices for the keys and values of the roots."""
-
-    def __init__(self, hidden_size: int, heads: int, kv_heads: int, head_dim: int, head_eps: float) -> None:
-        super().__init__(hidden_size, hidden_size, heads, kv_heads, head_dim, head_eps)
-        self.k_proj_target = nn.Linear(hidden_size, kv_heads * head_dim, bias=False)
-        self.v_proj_target = nn.Linear(hidden_size, kv_heads * head_dim, bias=False)
-
-    def of_roots(self, z_BTD: Tensor, cos_sin: CosSin) -> Segment:
-        """Keys, rotated by RoPE, and values of the roots: [B, kv_heads, T, d] each."""
-        k, v = self._split(self.k_proj_target(z_BTD)), self._split(self.v_proj_target(z_BTD))
-        return rotate(self.k_norm(k), cos_sin), v
 
 
 class Dflare(Dflash, without=("draft_vocab", "window", "window_layers", "window_causal", "window_slides")):
@@ -45,6 +32,7 @@ class Dflare(Dflash, without=("draft_vocab", "window", "window_layers", "window_
     """
 
     scales = ("layer_fusion_weights",)  # for the optimiser not a matrix: each number weighs one state
+    unserved = "no released engine has DFlare; AngelSlim's benchmark reads it as trained with head.mask_token=ID"
 
     def __init__(self, shape: TargetShape, *, taps: list[int] | None = None, **more: Any) -> None:
         super().__init__(shape, taps=taps or spread_taps(shape.layers, TAPS), **more)
@@ -56,12 +44,13 @@ class Dflare(Dflash, without=("draft_vocab", "window", "window_layers", "window_
             self.layer_fusion_weights.data[layer, layer * taps // layers] = LEANING
 
     def _layer(self, sizes: Sizes) -> nn.Module:
-        hidden_size, heads, kv_heads, head_dim, _, eps = sizes
-        layer = DecoderLayer(*sizes, head_norm=True)
-        layer.self_attn = FlareAttention(hidden_size, heads, kv_heads, head_dim, eps)
+        layer, (hidden_size, _, kv_heads, head_dim, *_) = super()._layer(sizes), sizes
+        for kind in "kv":
+            setattr(layer.self_attn, f"{kind}_proj{OF_ROOTS}", nn.Linear(hidden_size, kv_heads * head_dim, bias=False))
         return layer
 
     def _context(self, states: list[Tensor], cos_sin: CosSin) -> Iterator[Segment]:
         mix_LK = self.layer_fusion_weights.softmax(-1).to(states[0].dtype)
         mixed_LBTD = (mix_LK @ torch.stack(states).flatten(1)).unflatten(1, states[0].shape)
-        return (layer.self_attn.of_roots(self.hidden_norm(z_BTD), cos_sin) for layer, z_BTD in zip(self.layers, mixed_LBTD, strict=True))  # type: ignore[operator, union-attr]
+        for layer, z_BTD in zip(self.layers, mixed_LBTD, strict=True):
+            yield layer.self_attn.keys_values(self.hidden_norm(z_BTD), cos_sin, OF_ROOTS)  # type: ignore[operator, union-attr]

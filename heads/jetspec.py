@@ -5,9 +5,6 @@ It is trained with forward KL at equal weights and decoded with trees.
 
 from __future__ import annotations
 
-from typing import Any
-
-from headstart.heads.base import TargetShape
 from headstart.heads.dflash import Dflash
 
 
@@ -15,6 +12,3 @@ class Jetspec(Dflash, without=("window_causal",)):
     """DFlash whose slots attend only to themselves and earlier slots."""
 
     causal = True
-
-    def __init__(self, shape: TargetShape, **more: Any) -> None:
-        super().__init__(shape, **more)

@@ -113,9 +113,11 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(heads * head_dim, hidden_size, bias=False)
         self.q_norm, self.k_norm = (nn.Identity() if head_eps is None else RMSNorm(head_dim, head_eps) for _ in range(2))
 
-    def keys_values(self, x: Tensor, cos_sin: CosSin) -> Segment:
-        """Keys, rotated by RoPE, and values of the rows: [B, kv_heads, N, d] each."""
-        k, v = (self._split(p(x)) for p in (self.k_proj, self.v_proj))
+    def keys_values(self, x: Tensor, cos_sin: CosSin, of: str = "") -> Segment:
+        """Keys, rotated by RoPE, and values of the rows: [B, kv_heads, N, d] each. ``of``: the end of the matrices' names, of a drafter
+        that has further ones.
+        """
+        k, v = (self._split(getattr(self, f"{kind}_proj{of}")(x)) for kind in "kv")
         return rotate(self.k_norm(k), cos_sin), v
 
     def forward(self, x: Tensor, cos_sin: CosSin, memory: Memory, layer: int, sees: Sees, residual: Tensor) -> Tensor:

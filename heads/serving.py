@@ -49,12 +49,12 @@ def serving(drafter: Drafter, target: str, folder: str, depth: int, attention: s
     limited to the drafter's own. ``attention``: the target's implementation, for our own commands.
     """
     fmt = importlib.import_module(f"headstart.heads.formats.{drafter.format}")
-    known: list[Command] = fmt.serving(drafter, target, folder, min(depth, drafter.max_depth or depth))
+    known: list[Command] = [] if drafter.unserved else fmt.serving(drafter, target, folder, min(depth, drafter.max_depth or depth))
     shape, kind = drafter.shape, drafter.shape.model_type
     found = [command for command in known if serves(command.engine, _asked(command), kind)]
     if "mscale" in shape.rope and hasattr(drafter, "rope"):
         found = [replace(c, needs=f"{c.needs}; for this rope {MSCALE[c.engine]}") if c.engine in MSCALE else c for c in found]
-    why = "" if found else f"none hands the layers of a {kind} target to a drafter" if known else fmt.unserved(drafter)
+    why = "" if found else f"none hands the layers of a {kind} target to a drafter" if known else drafter.unserved or fmt.unserved(drafter)
     return Serving(found + own(target, folder, attention), why)
 
 

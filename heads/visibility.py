@@ -236,26 +236,23 @@ class BlockSees(Sees):
     causal: bool = False
     window: int | None = None
     slides: bool = True
-    mask: Tensor | None = None  # cached: the same in every layer
 
     def dense(self, rows: int, memory: int, device: torch.device | str) -> Tensor | None:
         B, A = self.ask_BA.shape
-        if self.mask is None:
-            seen_BAM = self.roots.seen_by(self.ask_BA, memory - rows)
-            near = self.window is None or memory - rows <= self.window - self.slides * self.slots  # no root is outside of it
-            if seen_BAM is None:
-                if A == 1 and not self.causal and near:
-                    return None
-                seen_BAM = torch.ones(B, A, memory - rows, dtype=torch.bool, device=device)
-            seen_BASM = seen_BAM[:, :, None].expand(-1, -1, self.slots, -1)
-            if not near:
-                seen_BASM = seen_BASM & self._within(seen_BAM)
-            block = torch.arange(rows, device=device) // self.slots
-            own = block[:, None] == block
-            if self.causal:
-                own = own.tril()
-            self.mask = torch.cat([seen_BASM.flatten(1, 2), own.expand(B, -1, -1)], dim=2)[:, None]
-        return self.mask
+        seen_BAM = self.roots.seen_by(self.ask_BA, memory - rows)
+        near = self.window is None or memory - rows <= self.window - self.slides * self.slots  # no root is outside of it
+        if seen_BAM is None:
+            if A == 1 and not self.causal and near:
+                return None
+            seen_BAM = torch.ones(B, A, memory - rows, dtype=torch.bool, device=device)
+        seen_BASM = seen_BAM[:, :, None].expand(-1, -1, self.slots, -1)
+        if not near:
+            seen_BASM = seen_BASM & self._within(seen_BAM)
+        block = torch.arange(rows, device=device) // self.slots
+        own = block[:, None] == block
+        if self.causal:
+            own = own.tril()
+        return torch.cat([seen_BASM.flatten(1, 2), own.expand(B, -1, -1)], dim=2)[:, None]
 
     def _within(self, seen_BAM: Tensor) -> Tensor:
         """The window as a mask, [B, A, slots or 1, M]. A root lies as far before the block as there are seen roots from it on."""

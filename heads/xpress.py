@@ -29,9 +29,7 @@ from headstart.heads.base import Draft, TargetShape
 from headstart.heads.dflash import Dflash
 from headstart.heads.errors import UserError
 from headstart.heads.layers import MLP
-from headstart.heads.memory import Memory
 from headstart.heads.unembedding import Unembedding
-from headstart.heads.visibility import Sees
 
 
 class Xpress(Dflash, without=("draft_vocab",)):
@@ -62,10 +60,6 @@ class Xpress(Dflash, without=("draft_vocab",)):
 
     def _first(self, state: Tensor, tokens_BA: Tensor) -> Draft:
         return self._after(1, tokens_BA, self._read(0, tokens_BA, state))
-
-    def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
-        """The slot of this depth, corrected by the refiner, which has read the guesses before it."""
-        return self._after(depth, tokens_BN, parent.state)
 
     def _after(self, depth: int, tokens_BN: Tensor, state: Tensor) -> Draft:
         slot, state = self.slot(depth, state), self._read(depth, tokens_BN, state)

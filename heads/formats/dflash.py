@@ -87,7 +87,6 @@ TRIMMABLE = ("dflash", "jetspec", "dspark")  # may have a trimmed vocabulary
 ARCHITECTURE = {"dspark": DSPARK, "dflash2": DFLASH2, "xpress": XPRESS, "dflare": DFLARE}  # of the others: DFLASH
 CONV = {"conv_taps": "conv_kernel_size", "conv_group": "conv_group_size", "rank": "selector_rank", "candidates": "selector_top_k"}
 REFINER = {"rank": ("xpress_rank", 256), "mlp_hidden": ("xpress_mlp_hidden", 512)}  # our setting, vLLM's key, its default
-UNSERVED = {"dflare": "no released engine has DFlare; AngelSlim's benchmark reads it as trained with head.mask_token=ID"}
 DOMINO_ONLY: dict[str, tuple[Any, ...]] = {"shift_label": (True, None), "pure_draft_prefix_len": (1, None)}
 ONLY = {"dspark": DSPARK_ONLY, "domino": DOMINO_ONLY}
 
@@ -219,8 +218,6 @@ def _causal(said: dict[str, Any]) -> bool:
 def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Command]:
     """A block is filled in one pass at its trained length, so engines draft all of it, whatever depth is requested."""
     whole, head = drafter.max_depth, drafter.config["head"]
-    if head in UNSERVED:
-        return []
     for_vllm, for_sglang = _needs(drafter)
     if head == "domino":
         needs = f"{for_sglang}, CUDA, bf16; it drafts {whole - 1} of the {whole} tokens"
@@ -233,16 +230,12 @@ def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Comman
     return [*found, sglang(target, folder, "DFLASH", for_sglang, num_draft_tokens=drafter.block)]  # includes the last known token
 
 
-def unserved(drafter: Any) -> str:
-    """Why no engine loads the folder."""
-    return UNSERVED[drafter.config["head"]]
-
-
 def _needs(drafter: Any) -> tuple[str, str]:
     """The releases of vLLM and SGLang that load it. (Before those of jetspec they do not read is_causal and look both ways, silently.)"""
     head, windowed = drafter.config["head"], len(drafter.windowed)
     releases = {"dflash": ("0.20.2", "0.5.11"), "jetspec": ("0.32", "0.5.17"), "dspark": ("0.32", "0.5.18")}
-    in_vllm, in_sglang = releases.get(head, ("0.33" if head == "xpress" else "0.29", "0.5.23"))
+    releases |= {"dflash2": ("0.29", "0.5.23"), "domino": ("0.29", "0.5.23"), "xpress": ("0.33", "0.5.23")}
+    in_vllm, in_sglang = releases[head]
     if windowed or drafter.draft_ids is not None:
         in_vllm = "0.33"
     # vLLM's older runner, which CPUs have, cannot mix layers with and without a window

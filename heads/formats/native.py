@@ -8,7 +8,6 @@ from torch import Tensor
 
 from headstart.heads.base import Drafter, TargetShape
 from headstart.heads.errors import UserError
-from headstart.heads.formats import dflash
 from headstart.heads.formats.keys import alike, shown
 from headstart.heads.serving import Command
 
@@ -46,8 +45,6 @@ def serving(drafter: Drafter, target: str, folder: str, guesses: int) -> list[Co
 def unserved(drafter: Drafter) -> str:
     """Why no engine loads the folder and, if other settings would change that, which ones."""
     given = drafter.config
-    if given["head"] in dflash.UNSERVED:
-        return dflash.UNSERVED[given["head"]]
     if "mask_token" in given and given["mask_token"] is None:
         return "its mask is a vector of its own; trained with head.mask_token=ID, a token that no text has, engines load it"
     if type(drafter).format != "native" and given.get("draft_vocab") is not None and drafter.max_depth is not None:

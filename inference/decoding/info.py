@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from headstart.heads.base import TargetEnds, TargetShape
-from headstart.heads.errors import UserError
+from headstart.heads.errors import UserError, first_line
 from headstart.heads.seal import target_card, tokenizer_sha
 
 if TYPE_CHECKING:
@@ -128,6 +128,6 @@ def loading(path: str) -> Iterator[None]:
     except SafetensorError as e:
         raise UserError(f"target {path}: its weights are damaged or truncated ({e}): download them again") from e
     except Exception as e:  # transformers, the hub and the tokenizers library raise a dozen kinds for what lies in files
-        raise UserError(f"target {path} cannot be loaded: {(str(e).strip() or repr(e)).splitlines()[0].rstrip('.')}") from e
+        raise UserError(f"target {path} cannot be loaded: {first_line(e).rstrip('.')}") from e
     finally:
         logging.enable_progress_bar()

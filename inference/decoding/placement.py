@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headstart.heads.errors import UserError
+from headstart.heads.errors import UserError, first_line
 from headstart.heads.stored import INDEX, check_model, named
 
 SHARED = re.compile(r"tp(:[1-9]\d*)?|fsdp")
@@ -88,7 +88,7 @@ def check_device(device: str, key: str = "target.device") -> str:
         if not shared and (device != "map" or key != "target.device"):
             torch.zeros(0, device=device)
     except (RuntimeError, AssertionError) as e:
-        raise UserError(f"{key}={device} is not usable here: {str(e).splitlines()[0]}") from None
+        raise UserError(f"{key}={device} is not usable here: {first_line(e)}") from None
     return device
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headstart.heads.errors import UserError
+from headstart.heads.errors import UserError, first_line
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.fixed import FixedMemory
 from headstart.inference.decoding.target import Target
@@ -45,7 +45,7 @@ def check_driven(target: Target) -> None:
         raise
     except Exception as e:  # any error: the model's code is not ours, and was not made for this
         raise UserError(f"{target.name}: its decoder cannot be driven from outside, {type(e).__name__} at "
-                        f"{(str(e).strip() or 'no word of why').splitlines()[0][:160]}: take another target") from e  # fmt: skip
+                        f"{first_line(e)}: take another target") from e  # fmt: skip
 
 
 def _check_head(target: Target) -> None:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.heads.base import Drafter, Roots
+from headstart.heads.errors import first_line
 from headstart.inference.decoding.capture import Captured, Graphs, say_eager
 from headstart.inference.decoding.counter_rng import CounterRNG
 from headstart.inference.decoding.fixed import FixedMemory
@@ -277,7 +278,7 @@ class Rounds:
             raise
         except RuntimeError as e:
             self.graphs = None
-            say_eager(self.target.name, str(e).splitlines()[0])
+            say_eager(self.target.name, first_line(e))
             return None
 
     def snapshot(self) -> Any:

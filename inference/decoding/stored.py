@@ -22,7 +22,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from headstart.heads.errors import UserError
+from headstart.heads.errors import UserError, first_line
 from headstart.heads.kinds import check_kinds
 from headstart.heads.stored import INDEX, model_files, shards
 from headstart.inference.decoding.info import DTYPES, FEW, TargetInfo, ends_of, loading, shape_of
@@ -61,7 +61,7 @@ class StoredTarget(TargetInfo):
         except (UserError, NotStored):
             raise
         except Exception as e:  # unexpected files, or another version of transformers: loading the model gives a better error
-            raise NotStored(f"{type(e).__name__}, {(str(e).strip() or 'no word of why').splitlines()[0]}") from e
+            raise NotStored(f"{type(e).__name__}, {first_line(e)}") from e
 
     def opened(self) -> Target:
         if not self._opened:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from headstart.heads.base import TargetEnds
 from headstart.heads.errors import UserError
-from headstart.heads.kinds import Masks, check_kinds, masks
+from headstart.heads.kinds import check_kinds
 from headstart.heads.lm import Backbone, stack_of
 from headstart.heads.memory import Memory, Passing, Slots
 from headstart.heads.prepack import prepack_beside
@@ -137,9 +137,7 @@ class Target(TargetInfo):
         return self.shared or len({p.device for p in self.model.parameters()}) > 1
 
     @classmethod
-    def load(
-        cls, path: str, *, dtype: str = "auto", device: str = "auto", attention: str = "sdpa", trust_remote_code: bool = False
-    ) -> Target:
+    def load(cls, path: str, *, dtype: str = "auto", device: str = "auto", attention: str = "sdpa") -> Target:
         """Load a target from a folder or a hub id. ``device`` is one of: ``auto`` (the process's own GPU, else the CPU); a torch device;
         ``map`` (accelerate spreads the layers over all GPUs); ``tp`` (tensor parallelism over all processes that torchrun started, which
         must then all decode the same); ``tp:N`` (tensor parallelism within groups of N processes, each group holding a share of the
@@ -155,7 +153,7 @@ class Target(TargetInfo):
             raise UserError(f"target.dtype must be auto, {', '.join(DTYPES)}, found {dtype!r}")
         device = check_device(device)
         check_folder(path)
-        here = {"trust_remote_code": trust_remote_code, "local_files_only": not (Path(path).is_dir() or hub_answers())}
+        here = {"trust_remote_code": False, "local_files_only": not (Path(path).is_dir() or hub_answers())}
         with loading(path):
             config = AutoConfig.from_pretrained(path, **here)
             check_kinds(config.get_text_config(), str(path))  # before the weights, which are large
@@ -278,7 +276,3 @@ class Target(TargetInfo):
 
     def logits(self, final_RD: Tensor) -> Tensor:
         return self.ends.logits(final_RD)
-
-    def masks(self, allowed_BRM: Tensor, positions_BR: Tensor, keys_BM: Tensor) -> Masks:
-        """The attention masks of rows at ``positions_BR`` over the rows in memory (positions ``keys_BM``): see ``heads.kinds.masks``."""
-        return masks(self.config, self.dtype, allowed_BRM, positions_BR, keys_BM)

@@ -159,17 +159,6 @@ def traversal(tree: Tree, p_BRV: Tensor, rng: CounterRNG, hasty: bool = False) -
     return Acceptance(rows_BA, depths_BR[b_B, row_B], rng.draws(p_BRV[b_B, row_B][:, None], VERIFYING)[:, 0, 0])
 
 
-def block(tree: Tree, p_BRV: Tensor, rng: CounterRNG, hasty: bool = False) -> Acceptance:
-    """Block verification (2403.10444, algorithm 2): ``traversal`` of a chain. Raises UserError for a tree that is none."""
-    _check_chain(tree)
-    return traversal(tree, p_BRV, rng)
-
-
-def _check_chain(tree: Tree) -> None:
-    if tree.depth != len(tree):
-        raise UserError("the block rule verifies chains: use policy kind 'chain', or the rule auto for trees")
-
-
 def traversal_alone(tree: Tree, p_1RV: Tensor, rng: CounterRNG) -> tuple[list[int], int]:
     """``traversal`` for one sequence: the same decisions, made on the host and only as far as they are needed. Returns what
     ``choose_alone`` returns.
@@ -233,7 +222,7 @@ class Rule:
 
 RULES = {  # the rule "auto" stands for one of these, by the shape of the tree: see ``rule_of``
     "token": Rule(multi_round, chain_only=True),
-    "block": Rule(block, chain_only=True),
+    "block": Rule(traversal, chain_only=True),
     "multi_round": Rule(multi_round, "with_replacement"),
     "without_replacement": Rule(without_replacement, "without_replacement"),
     "traversal": Rule(traversal, "without_replacement"),
@@ -256,12 +245,18 @@ def rule_of(rule: str, shape: Tree | TreePolicy) -> str:
     return "top_plus_one" if shape.by_value else "traversal" if shape.planned else "without_replacement"
 
 
+def _check_chain(rule: str, tree: Tree) -> None:
+    if RULES[rule].chain_only and tree.depth != len(tree):
+        raise UserError(f"the {rule} rule verifies chains: use policy kind 'chain', or the rule auto for trees")
+
+
 def choose(
     logits_BRV: Tensor, tree: Tree, warp: LogitsWarper, rule: str, rng: CounterRNG, seen_BRV: Tensor | None = None, hasty: bool = False
 ) -> Acceptance:
     """Verify every sequence's tree from the target's logits. ``seen_BRV``: the tokens to penalise, from ``seen_rows``."""
     if not warp.sampled:
         return greedy(tree, warp.scores(logits_BRV, seen_BRV).argmax(-1) if warp.penalty else logits_BRV.argmax(-1))
+    _check_chain(rule, tree)
     return RULES[rule].verify(tree, warp.target(logits_BRV, seen_BRV), rng, hasty)
 
 
@@ -277,9 +272,8 @@ def choose_alone(
     p_1RV = warp.target(logits_1RV, seen_1RV)
     if not len(tree):
         return [0], int(rng.draws(p_1RV[:, :1], VERIFYING))
-    if RULES[rule].verify is block:
-        _check_chain(tree)
-    if RULES[rule].verify in (block, traversal):
+    _check_chain(rule, tree)
+    if RULES[rule].verify is traversal:
         return traversal_alone(tree, p_1RV, rng)
     verdict = RULES[rule].verify(tree, p_1RV, rng, True)
     return verdict.rows_BA[0, : int(verdict.count_B) + 1].tolist(), int(verdict.token_B)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from headstart.heads.base import Draft, Drafter, Roots
 from headstart.heads.errors import UserError
+from headstart.heads.kinds import masks
 from headstart.heads.memory import AsCache, Memory, Segment
 from headstart.heads.unembedding import Unembedding
 from headstart.heads.visibility import MaskSees, Sees
@@ -79,7 +80,7 @@ class SomeLayers(Drafter):
         self.keys_BM = torch.cat([self.keys_BM, positions_BN], dim=1)
         seen = sees.dense(tokens_BN.shape[1], self.keys_BM.shape[1], tokens_BN.device)
         allowed_BNM = torch.ones_like(positions_BN[..., None] + self.keys_BM[:, None], dtype=torch.bool) if seen is None else seen[:, 0]
-        mask, cache = self.target.masks(allowed_BNM, positions_BN, self.keys_BM), AsCache(memory)
+        mask, cache = masks(self.target.config, self.target.dtype, allowed_BNM, positions_BN, self.keys_BM), AsCache(memory)
         with self._without():
             out = self.target.body(
                 input_ids=tokens_BN, position_ids=positions_BN, attention_mask=mask, past_key_values=cache, use_cache=True

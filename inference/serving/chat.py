@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from headstart.heads.errors import UserError
+from headstart.inference.decoding.decode import longest
 from headstart.inference.decoding.decoder import Decoder
 from headstart.inference.decoding.target import Target
 from headstart.inference.serving.text import HALF, BadRow, Messages, Reader, asking, end_ids, ids, in_history, render, spoken
@@ -48,7 +49,7 @@ def chat(
         asked = [*messages, {"role": "user", "content": said}]
         try:
             prompt = asking(target.tokenizer, asked) if templated else ids(target.tokenizer, said, special=True)
-            most = min(new_tokens, max_length - len(prompt))
+            most = min(new_tokens, min(max_length, longest(target, len(prompt))) - len(prompt))
             if most < 1:
                 raise UserError(f"the conversation's {len(prompt)} tokens fill the {max_length} there are: /new begins another")
             answer = show(target, decode, prompt, most, console)

@@ -22,6 +22,7 @@ from headstart.inference.decoding.plans import ALONE
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.sampling import SamplingParams
+from headstart.inference.decoding.target import Target
 from headstart.inference.serving import chat
 from headstart.inference.serving.text import HALF, asking
 from tests.inference.serving import speech
@@ -92,6 +93,14 @@ def test_a_conversation_goes_on_until_it_is_forgotten_or_full() -> None:
     assert len(prompts) == 4 and "fill the 120" in shown  # the full one was not decoded, and the conversation went on without it
     assert "Ctrl-C stops an answer; at the prompt it ends the conversation" in shown
     assert text_of(prompts[3]).startswith(text_of(prompts[2])) and "no" * 60 not in text_of(prompts[3])
+
+
+def test_an_answer_ends_at_the_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a target whose rope has one: no sequence may cross it."""
+    prompt = asking(tokenizer(), [{"role": "user", "content": "Hi"}])
+    monkeypatch.setattr(Target, "turn", len(prompt) + 3)
+    _, prompts, lines = talk(["Hi"])
+    assert prompts == [prompt] and lines[-1].startswith("3 tokens, ")
 
 
 def test_an_interrupt_stops_the_answer_and_not_the_conversation() -> None:
