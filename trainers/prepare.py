@@ -88,8 +88,8 @@ def prepare(
         parts = dict(target=target, data=data, decode=decode, export=export, tracker=tracker, trainer=trainer, parallel=parallel)
         job = Job(
             places, about, source, open_accelerator(trainer["precision"], about.device, trainer["timeout"]), several=arms is not None,
-            settings=parts, own=own, changed=changed or {}, taps=sorted({tap for drafter, _ in drafters.values() for tap in drafter.taps}),
-            decoding=decoding, reported=report == "here", room=Room(out_wait),
+            settings=parts | {"served": served}, own=own, changed=changed or {},
+            taps=sorted({tap for drafter, _ in drafters.values() for tap in drafter.taps}), decoding=decoding, reported=report == "here", room=Room(out_wait),
             dtype=about.dtype if export["dtype"] == "auto" else DTYPES[export["dtype"]],
         )  # fmt: skip
         about.expect(job.taps, trainer["length"])
