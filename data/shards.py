@@ -288,4 +288,4 @@ def open(target: TargetInfo, *, length: int, seed: int, path: str, prompts_file:
         return [prompt["tokens"] for prompt in prompts.fitting(prompts_file, count, target, new, on_long, keys=keys)]
 
     held_out = None if shards.index.get("held_out") is None else HeldOut(shards)
-    return Source(stream, observe, counts, held_out, ask, captured=shards.digest, rows=len(shards))
+    return Source(stream, observe, counts, held_out, ask, shards.digest, len(shards))
