@@ -285,7 +285,7 @@ def open(target: TargetInfo, *, length: int, seed: int, path: str, prompts_file:
         if prompts_file is None:
             return stdlib.asked(target, count, seed)
         keys = ("data.prompts_file", "decode.new_tokens", "data.on_long")
-        return [prompt["tokens"] for prompt in prompts.fitting(prompts_file, count, target, new, on_long, keys=keys)]
+        return prompts.fitting(prompts_file, count, target, new, on_long, keys=keys)
 
     held_out = None if shards.index.get("held_out") is None else HeldOut(shards)
     return Source(stream, observe, counts, held_out, ask, shards.digest, len(shards))

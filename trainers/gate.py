@@ -27,7 +27,7 @@ from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
 from headstart.heads.files import put, put_text
 from headstart.heads.stored import read_tensors
-from headstart.inference.decoding.decode import Generation, generate
+from headstart.inference.decoding.decode import Generation, generate, longest
 from headstart.inference.decoding.policy import TreePolicy, fit_depth
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.sampling import heat_of
@@ -146,7 +146,7 @@ def decode_beside(
     shapes |= {("chain", sampled): TreePolicy("chain", depth=policy.depth) for sampled in (False, True)}
     truth, made = Truth(target, live), Made()
     for i, prompt in enumerate(prompts):
-        new = min(new_tokens, target.shape.max_positions - len(prompt))
+        new = min(new_tokens, longest(target, len(prompt)) - len(prompt))
         for (kind, sampled), shape in shapes.items():
             how = replace(sampling, temperature=float(sampled), seed=sampling.seed + i)
             made.setdefault((kind, sampled), []).append(

@@ -55,6 +55,13 @@ def test_the_same_drafter(
     assert [step for step, _ in losses(tmp_path / "served")] == [step for step, _ in losses(tmp_path / "here")] == [1, 10, 20]
 
 
+def test_a_report_has_prompts_that_fit(composed: Composed, overrides: list[str], served: list[str]) -> None:
+    """The report loads the layers after the training; how long a prompt may be is asked before."""
+    asked = [word for word in served if word != "report=none"]
+    with prepare(**composed(*overrides, *asked)) as job:
+        assert len(job.prompts) == 1
+
+
 def test_a_server_that_dies(
     overrides: list[str], served: list[str], server: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
