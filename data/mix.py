@@ -84,7 +84,7 @@ class Mixed(Packed):
 
     def __init__(self, parts: Sequence[Packed], weights: Sequence[float] | None) -> None:
         """Raises UserError for weights that make an epoch longer than ``MOST`` rows."""
-        self.parts = parts
+        self.parts, self.length = parts, parts[0].length
         sizes_S = np.array([len(part) for part in parts])
         self.counts_S = sizes_S
         if weights is not None:
@@ -101,10 +101,6 @@ class Mixed(Packed):
 
     def __len__(self) -> int:
         return int(self.counts_S.sum())
-
-    @property
-    def length(self) -> int:
-        return self.parts[0].length
 
     def lay(self, rows: NDArray[np.int64]) -> Laid:
         of = np.searchsorted(self.first_S, rows, side="right") - 1
