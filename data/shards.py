@@ -187,16 +187,11 @@ class Shards:
         """The row numbers of an epoch, in its order."""
         return indexes.order(self.index, epoch, seed)
 
-    def stream(self, batch_size: int, seed: int = 0, start_step: int = 0, rank: int = 0, world: int = 1) -> Iterator[TargetBatch]:
-        """Endless batches. Batch k depends only on (seed, k, rank, world), so resuming needs only the step."""
-        for batch in self.stored_stream(batch_size, seed, start_step, rank, world):
-            yield batch.states_on(torch.device("cpu"), torch.bfloat16)
-
     def stored_stream(
         self, batch_size: int, seed: int = 0, start_step: int = 0, rank: int = 0, world: int = 1, *, pin: bool = False
     ) -> Iterator[StoredBatch]:
-        """As ``stream``, but the states stay encoded, and a thread reads them. Files are opened before their first row is needed.
-        ``pin``: return pinned memory.
+        """Endless batches. Batch k depends only on (seed, k, rank, world), so resuming needs only the step. The states stay encoded, and a
+        thread reads them. Files are opened before their first row is needed. ``pin``: return pinned memory.
         """
 
         def made() -> Iterator[StoredBatch]:
