@@ -51,7 +51,7 @@ def of_run(run: Path, target: Any, config: dict[str, Any]) -> dict[str, Any]:
     known: dict[str, Any] = {}
     if (run / "report.json").is_file():
         known["dtype"] = read_json(run / "report.json").get("dtype")
-    live, newest = None, next(iter(reversed(checkpoint.folders(run))), None)
+    live, newest = None, checkpoint.newest(run)
     if newest is not None:
         state = checkpoint.read_state(newest)
         live = read_tensors(newest / "drafter.safetensors")
