@@ -21,16 +21,17 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.alternatives import RESULTS, accepted_length, settings
 from benchmarks.tiny import held_out
-from headstart.data.batch import TokenBatch
 from headstart.data.capture import capture, mean_errors
-from headstart.data.packed import Packed
+from headstart.data.packed import Laid, Packed
 from headstart.data.shards import Shards
 from headstart.data.source import open_source
 from headstart.data.storage import STORAGES
@@ -51,17 +52,17 @@ POLICY = TreePolicy(kind="chain", depth=6)
 CONTROL = "another seed"
 
 
-class First:
+class First(Packed):
     """So many rows of more."""
 
     def __init__(self, packed: Packed, count: int) -> None:
-        self.packed, self.count = packed, count
+        self.packed, self.count, self.length = packed, count, packed.length
 
     def __len__(self) -> int:
         return self.count
 
-    def batch(self, rows: slice) -> TokenBatch:
-        return self.packed.batch(rows)
+    def lay(self, rows: NDArray[np.int64]) -> Laid:
+        return self.packed.lay(rows)
 
     def digest(self) -> str:
         return f"{self.packed.digest()}, the first {self.count}"

@@ -90,8 +90,7 @@ class Mapped:
         """Release all mapped pages from this process's memory. Later reads load them again from the file or the system's page cache."""
         self._read = 0
         for each in self._maps:
-            if hasattr(mmap, "MADV_DONTNEED"):
-                each.madvise(mmap.MADV_DONTNEED)
+            each.madvise(mmap.MADV_DONTNEED)
 
 
 class Chosen:

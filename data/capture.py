@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from rich.progress import track
@@ -28,22 +28,16 @@ from headstart.data.batch import NumberedBatch, TargetBatch, TokenBatch
 from headstart.data.folder import Folder, open_folder
 from headstart.data.index import ALL, SUPERVISED, File, Index, file_of, files_in_all, files_of, name_of, put_index, rows_of, shards_of
 from headstart.data.live import Reader, announced, look
+from headstart.data.packed import Packed
 from headstart.data.shards import FLAT, Shards
 from headstart.data.storage import STORAGES, bytes_of, encode, errors, own_taps
 from headstart.heads.errors import UserError
 from headstart.heads.files import sha256
 
 ROWS, BYTES = 64, 1 << 29  # the most rows and bytes of a shard; a single row may be larger
+PIECE = 1024  # rows in which supervised tokens are counted at a time
 KILLED = re.compile(r"\.(index|shard|held-out|row)[\w-]*\.(json|safetensors)\.part")  # files left unfinished by a killed process
 Stored = tuple[dict[str, Tensor], dict[str, float]]  # the tensors of some rows, and a storage error for each state
-
-
-class Rows(source.Rows, Protocol):
-    """Rows to be captured, accessed by number."""
-
-    def digest(self) -> str:
-        """A digest that identifies the rows."""
-        ...
 
 
 class Writer:
@@ -116,8 +110,8 @@ class Writer:
 
 
 def capture(
-    packed: Rows, target: Reader, taps: Collection[int], folder: str | Path, batch_size: int = 8, rows_per_shard: int | None = None, *,
-    storage: str = "bf16", held_out: Rows | None = None, rank: int = 0, world: int = 1,
+    packed: Packed, target: Reader, taps: Collection[int], folder: str | Path, batch_size: int = 8, rows_per_shard: int | None = None, *,
+    storage: str = "bf16", held_out: Packed | None = None, rank: int = 0, world: int = 1,
 ) -> Shards | None:  # fmt: skip
     """Capture the target's states of every row, with a progress bar. Resume an earlier capture, whatever its number of processes.
     ``held_out``: the first rows of it are captured too, for evaluation. This is process ``rank`` of ``world``.
@@ -153,20 +147,13 @@ def capture(
 
 
 def settings_of(
-    packed: Rows, target: Reader, taps: Collection[int], storage: str, held_out: Rows | None, rows_per_shard: int | None
+    packed: Packed, target: Reader, taps: Collection[int], storage: str, held_out: Packed | None, rows_per_shard: int | None
 ) -> Index:
-    """The settings that all processes of a capture share. A folder is recognised by them.
-
-    Raises UserError for an unknown ``storage`` and for ``rows_per_shard`` below 1.
-    """
+    """The settings that all processes of a capture share. A folder is recognised by them."""
     rows, length = len(packed), packed.batch(slice(0, 1)).tokens_BT.shape[1]
     layers, hidden, kept = target.shape.layers, target.shape.hidden_size, sorted({*taps})
-    if storage not in STORAGES:
-        raise UserError(f"storage must be one of {', '.join(STORAGES)}, found {storage!r}")
     if rows_per_shard is None:
         rows_per_shard = max(1, min(ROWS, BYTES // bytes_of(STORAGES[storage], hidden, len(own_taps(kept, layers)), length, length)))
-    if rows_per_shard < 1:
-        raise UserError(f"rows_per_shard={rows_per_shard}: choose 1 or more")
     return {
         "version": indexes.VERSION, "target": target.fingerprint, "taps": kept, "layers": layers, "length": length, "hidden": hidden,
         "dtype": STORAGES[storage].name, "rows": rows, "rows_per_shard": rows_per_shard, "data": packed.digest(),
@@ -179,7 +166,7 @@ def settings_of(
 
 
 def read_files(
-    packed: Rows, held_out: Rows | None, target: Reader, settings: Index, numbers: Iterable[int], batch_size: int
+    packed: Packed, held_out: Packed | None, target: Reader, settings: Index, numbers: Iterable[int], batch_size: int
 ) -> Iterator[tuple[int, Stored]]:
     """For each file in ``numbers``: its number, its tensors as stored, and the mean storage error of each state."""
     parts: list[Stored] = []
@@ -191,7 +178,7 @@ def read_files(
             parts = []
 
 
-def _batches(packed: Rows, held_out: Rows | None, settings: Index, numbers: Iterable[int], batch_size: int) -> Iterator[NumberedBatch]:
+def _batches(packed: Packed, held_out: Packed | None, settings: Index, numbers: Iterable[int], batch_size: int) -> Iterator[NumberedBatch]:
     for number in numbers:
         whole, before = (packed, 0) if number < shards_of(settings) else (held_out, settings["rows"])
         assert whole is not None
@@ -248,7 +235,7 @@ def joined(parts: list[Stored]) -> Stored:
 # ---- what is said ----
 
 
-def say_amount(settings: Index, packed: Rows, held_out: Rows | None, there: Collection[File], world: int) -> None:
+def say_amount(settings: Index, packed: Packed, held_out: Packed | None, there: Collection[File], world: int) -> None:
     """Print the size that all files together will have. Called before the first file is written."""
     held = settings["held_out"]["rows"] if held_out is not None else 0
     taps, tokens = len(own_taps(settings["taps"], settings["layers"])), (settings["rows"] + held) * settings["length"]
@@ -265,9 +252,9 @@ def say_amount(settings: Index, packed: Rows, held_out: Rows | None, there: Coll
     )
 
 
-def supervised(packed: Rows, rows: int, piece: int = 1024) -> int:
-    """The number of positions in the first ``rows`` rows that predict a supervised token, counted ``piece`` rows at a time."""
-    return sum(int(packed.batch(slice(i, min(i + piece, rows))).supervised(0).sum()) for i in range(0, rows, piece))
+def supervised(packed: Packed, rows: int) -> int:
+    """The number of positions in the first ``rows`` rows that predict a supervised token."""
+    return sum(int(packed.batch(slice(i, min(i + PIECE, rows))).supervised(0).sum()) for i in range(0, rows, PIECE))
 
 
 def say_errors(index: Index) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import socket
@@ -26,7 +27,7 @@ def locked(folder: Path, key: str = "out", name: str = NAME) -> Iterator[None]:
 
     Raises UserError, naming the setting ``key``, if the folder cannot be written or another process holds the lock. On a file system
     without locks, a line says so and nothing is locked. (The lock uses ``flock``. Between machines it works over NFS with Linux's default
-    mount options, but not with ``nolock`` or ``local_lock``. Systems without ``flock``, like Windows, lock nothing.)
+    mount options, but not with ``nolock`` or ``local_lock``.)
     """
     folder, made = folder.absolute(), list[Path]()
     with suppress(OSError, ValueError):  # a name too long, or one with a null: ``waiting`` reports it
@@ -65,24 +66,17 @@ def waiting(path: Path, key: str, what: str = "") -> Iterator[None]:
     except (OSError, ValueError) as e:  # a name too long, or one with a null
         raise UserError(f"the folder {key}={str(path.parent)!r} cannot be written: {e}") from e
     try:
-        if file is not None:
-            _held.add(file)
+        _held.add(file)
         yield
     finally:
-        if file is not None and file in _held:  # in a forked process it is not, and the lock stays with the parent
+        if file in _held:  # in a forked process it is not, and the lock stays with the parent
             _held.discard(file)
             path.unlink(missing_ok=True)  # before it is released: a process that has opened it meanwhile sees that it is gone
             file.close()
 
 
-def _take(path: Path, key: str, wait: str = "") -> BinaryIO | None:
-    """Lock a file and return it open, or return None on a system without ``flock``. ``wait``: print this and wait if another process holds
-    the lock. With "" raise UserError instead.
-    """
-    try:
-        import fcntl
-    except ImportError:
-        return None
+def _take(path: Path, key: str, wait: str = "") -> BinaryIO:
+    """Lock a file and return it open. ``wait``: print this and wait if another process holds the lock. With "" raise UserError instead."""
     told = False
     while True:
         file = path.open("a+b", buffering=0)
@@ -118,8 +112,7 @@ def _not_the_childs() -> None:
     _held.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_not_the_childs)
+os.register_at_fork(after_in_child=_not_the_childs)
 
 
 def _same(path: Path, file: BinaryIO) -> bool:

@@ -16,13 +16,12 @@ from headstart.inference.serving.text import BadRow, Messages
 from headstart.inference.serving.thoughts import BEGUN, THOUGHTS
 
 _THINKING = re.compile(r"</?think>")
+SAMPLE = 500  # conversations that are checked
 SHORT = 12  # characters; a shorter text ("yes", "end") can occur by chance, for example inside a special token
 
 
-def check_masks(
-    tokenizer: Any, talks: Sequence[Messages], made: Documents, names: Sequence[str], sample: int = 500, last: bool = False
-) -> None:
-    """Refuse loss masks that are empty, full, or shifted off the assistant's words. Up to ``sample`` conversations are checked, evenly
+def check_masks(tokenizer: Any, talks: Sequence[Messages], made: Documents, names: Sequence[str], last: bool = False) -> None:
+    """Refuse loss masks that are empty, full, or shifted off the assistant's words. Up to ``SAMPLE`` conversations are checked, evenly
     spaced.
 
     ``last``: only the text after the last question is supervised. Raises ``UserError`` with the fault, the conversation and the message.
@@ -32,7 +31,7 @@ def check_masks(
         raise UserError(f"the loss mask is empty in all {len(made)} conversations: {advice}")
     if all(made[i].loss_mask.all() for i in range(len(made))):
         raise UserError(f"the loss mask is full in all {len(made)} conversations (the user's tokens would be trained too): {advice}")
-    for number in range(0, len(made), -(-len(made) // sample)):
+    for number in range(0, len(made), -(-len(made) // SAMPLE)):
         if fault := _fault(tokenizer, talks[number], made[number], last):
             raise UserError(f"{names[number]}: the loss mask is {fault}: {advice}")
 

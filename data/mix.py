@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.data.live import announced
 from headstart.data.packed import InMemory, Laid, Packed, joined
-from headstart.data.source import Source, check_source, defaults, is_captured, observing, open_source, say
+from headstart.data.source import Source, check_source, defaults, is_captured, open_source, read_by, say
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.target import Target
 
@@ -45,15 +44,7 @@ def open(target: Target, *, length: int, seed: int, sources: list[dict[str, Any]
         turns = zip_longest(*(source.prompts(count, new) for source in opened))
         return [prompt for turn in turns for prompt in turn if prompt is not None][:count]
 
-    vocab = target.shape.vocab_size
-    return Source(
-        lambda taps, *place: announced(rows.stream(*place), target),
-        observing(target),
-        lambda: rows.counts(vocab),
-        held.whole(),
-        prompts,
-        rows,
-    )
+    return read_by(target, rows, held.whole(), prompts)
 
 
 def check(*, sources: list[dict[str, Any]]) -> None:
@@ -93,7 +84,7 @@ class Mixed(Packed):
 
     def __init__(self, parts: Sequence[Packed], weights: Sequence[float] | None) -> None:
         """Raises UserError for weights that make an epoch longer than ``MOST`` rows."""
-        self.parts = parts
+        self.parts, self.length = parts, parts[0].length
         sizes_S = np.array([len(part) for part in parts])
         self.counts_S = sizes_S
         if weights is not None:
@@ -110,10 +101,6 @@ class Mixed(Packed):
 
     def __len__(self) -> int:
         return int(self.counts_S.sum())
-
-    @property
-    def length(self) -> int:
-        return self.parts[0].length
 
     def lay(self, rows: NDArray[np.int64]) -> Laid:
         of = np.searchsorted(self.first_S, rows, side="right") - 1

@@ -59,17 +59,13 @@ def joined(parts: Sequence[Laid]) -> Laid:
 class Packed(ABC):
     """Packed rows, accessed by number, in memory or laid out on demand."""
 
+    length: int  # tokens of a row
     padding: int  # tokens of padding in all rows
     dropped: int  # tokens of windows that are too short to keep
     unsupervised: int  # tokens left out in windows and rows without a supervised guess
 
     @abstractmethod
     def __len__(self) -> int: ...
-
-    @property
-    @abstractmethod
-    def length(self) -> int:
-        """Tokens of a row."""
 
     @abstractmethod
     def lay(self, rows: NDArray[np.int64]) -> Laid:
@@ -129,13 +125,11 @@ class InMemory(Packed):
     dropped: int = 0
     unsupervised: int = 0
 
+    def __post_init__(self) -> None:
+        self.length = self.tokens_RT.shape[1]
+
     def __len__(self) -> int:
         return len(self.tokens_RT)
-
-    @property
-    def length(self) -> int:
-        """Tokens of a row."""
-        return self.tokens_RT.shape[1]
 
     def lay(self, rows: NDArray[np.int64]) -> Laid:
         return Laid(self.tokens_RT[rows], self.loss_mask_RT[rows], self.positions_RT[rows], self.documents_RT[rows])
@@ -151,16 +145,12 @@ class Planned(Packed):
     def __init__(
         self, documents: Documents, pieces_P3: NDArray[np.int32], first_R: NDArray[np.int32], length: int, dropped: int, unsupervised: int
     ) -> None:
-        self.documents, self.pieces_P3, self.first_R, self._length = documents, pieces_P3, first_R, length
+        self.documents, self.pieces_P3, self.first_R, self.length = documents, pieces_P3, first_R, length
         self.dropped, self.unsupervised = dropped, unsupervised
         self.padding = len(self) * length - int(pieces_P3[:, 2].sum(dtype=np.int64))
 
     def __len__(self) -> int:
         return len(self.first_R) - 1
-
-    @property
-    def length(self) -> int:
-        return self._length
 
     def lay(self, rows: NDArray[np.int64]) -> Laid:
         shape, count = (len(rows), self.length), np.arange(self.length, dtype=np.int32)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from headstart.data.rows import file_rows, parsed
 from headstart.heads.errors import UserError
+from headstart.inference.decoding.decode import longest
 from headstart.inference.decoding.info import TargetInfo
+from headstart.inference.decoding.stored import StoredTarget
+from headstart.inference.decoding.target import rotations
 from headstart.inference.serving.text import BadRow, asking, conversation, ids, text_of
 
 NAMED = 100  # a message names at most so many of the prompts that do not fit
@@ -27,55 +30,80 @@ def prompts(path: str, count: int | None, tokenizer: Any) -> list[dict[str, Any]
     return found
 
 
+class Size(NamedTuple):
+    """How long a prompt is, and may be."""
+
+    name: str
+    tokens: int
+    most: int  # tokens of the prompt and its continuation together
+
+    def fits(self, new_tokens: int) -> bool:
+        """Whether ``new_tokens`` more tokens can follow."""
+        return self.tokens + new_tokens <= self.most
+
+
+def most_tokens(target: TargetInfo, tokens: int) -> int:
+    """``decode.longest``, also of a target whose layers are not loaded: where that one turns stands in its config."""
+    if not isinstance(target, StoredTarget):
+        opened: Any = target
+        return longest(opened, tokens)
+    long = (rope for rope in rotations(target.files.model.config.get_text_config()) if rope.get("rope_type") == "longrope")
+    turn = next((int(rope["original_max_position_embeddings"]) for rope in long), 0)
+    return turn if tokens <= turn else target.shape.max_positions
+
+
 def fitting(
     path: str, count: int | None, target: TargetInfo, new_tokens: int, on_long: str, *, keys: tuple[str, str, str]
-) -> list[dict[str, Any]]:
-    """``prompts``, which must all fit the target's context with ``new_tokens`` more tokens. With ``on_long="skip"``, those that do not fit
-    are skipped, and others take their place; a line names them. Otherwise UserError does. ``keys``: the names of the user's settings for
-    the file, ``new_tokens`` and ``on_long``, for errors.
+) -> list[list[int]]:
+    """The tokens of ``prompts``, which must all fit the target's context with ``new_tokens`` more tokens. With ``on_long="skip"``, those
+    that do not fit are skipped, and others take their place; a line names them. Otherwise UserError does. ``keys``: the names of the
+    user's settings for the file, ``new_tokens`` and ``on_long``, for errors.
     """
     key, new, setting = keys
-    limit, found, long = target.shape.max_positions, list[dict[str, Any]](), list[str]()
+    found, sizes, long = list[list[int]](), list[Size](), list[Size]()
     for prompt in _read(path, target.tokenizer, key):
-        if on_long == "skip" and len(prompt["tokens"]) + new_tokens > limit:
-            long.append(prompt["id"])
+        size = Size(prompt["id"], len(prompt["tokens"]), most_tokens(target, len(prompt["tokens"])))
+        if on_long == "skip" and not size.fits(new_tokens):
+            long.append(size)
         else:
-            found.append(prompt)
+            found.append(prompt["tokens"])
+            sizes.append(size)
         if len(found) == count:
             break
     if long:
-        say_skipped(path, long, len(long) + len(found), limit, new_tokens)
+        say_skipped(path, long, len(long) + len(found), new_tokens)
     if not found:
         raise UserError(f"{key}={path}: no prompts in it" + (" that fit the target's context" if long else ""))
-    check_sizes([(p["id"], len(p["tokens"])) for p in found], limit, new_tokens, new, f", or {setting}=skip")
+    check_sizes(sizes, new_tokens, new, f", or {setting}=skip")
     return found
 
 
-def say_skipped(path: str, long: list[str], of: int, limit: int, new_tokens: int) -> None:
-    """Print which prompts of a file were skipped. ``limit``: the target's context in tokens."""
+def say_skipped(path: str, long: Sequence[Size], of: int, new_tokens: int) -> None:
+    """Print which prompts of a file were skipped, of how many."""
+    limit = min(size.most for size in long)
     print(f"{path}: skipped {len(long)} of {of} prompts, too long for the target's context of {limit} with {new_tokens} new tokens: "
-          f"{_some(long)}")  # fmt: skip
+          f"{_some([size.name for size in long])}")  # fmt: skip
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], new_tokens: int, target: TargetInfo) -> None:
     """Raises UserError if a run has no prompts to decode, or if some do not fit the target's context with ``new_tokens`` more tokens."""
     if not prompts:
         raise UserError("there are no prompts to decode: raise decode.prompts, lower decode.new_tokens, or give more data")
-    sizes = [(f"number {i}", len(prompt)) for i, prompt in enumerate(prompts, 1)]
-    check_sizes(sizes, target.shape.max_positions, new_tokens, "decode.new_tokens")
+    sizes = [Size(f"number {i}", len(prompt), most_tokens(target, len(prompt))) for i, prompt in enumerate(prompts, 1)]
+    check_sizes(sizes, new_tokens, "decode.new_tokens")
 
 
-def check_sizes(sizes: Sequence[tuple[str, int]], limit: int, new_tokens: int, new: str, advice: str = "") -> None:
-    """Raises UserError that names up to ``NAMED`` prompts that do not fit the target's context of ``limit`` with ``new_tokens`` more.
+def check_sizes(sizes: Sequence[Size], new_tokens: int, new: str, advice: str = "") -> None:
+    """Raises UserError that names up to ``NAMED`` prompts that do not fit the target's context with ``new_tokens`` more.
 
-    ``sizes``: the name and the tokens of each prompt. ``new``: the setting of ``new_tokens``. ``advice``: added at the end.
+    ``new``: the setting of ``new_tokens``. ``advice``: added at the end.
     """
-    long = [f"{name} ({size} tokens)" for name, size in sizes if size + new_tokens > limit]
-    if long:
+    if too_long := [size for size in sizes if not size.fits(new_tokens)]:
+        limit, long = min(size.most for size in too_long), [f"{size.name} ({size.tokens} tokens)" for size in too_long]
         what = f"prompt {long[0]} does" if len(long) == 1 else f"{len(long)} of {len(sizes)} prompts do"
         which = "" if len(long) == 1 else f": {_some(long)}"
-        largest = max(size for _, size in sizes)
-        lower = f"set {new} to {limit - largest} or less, " if largest < limit else ""
+        least = min(size.most - size.tokens for size in sizes)
+        lower = f"set {new} to {least} or less, " if least > 0 else ""
         raise UserError(f"{what} not fit the target's context of {limit} with {new_tokens} new tokens{which}: "
                         f"{lower}shorten or take out what is too long{advice}")  # fmt: skip
 

@@ -102,7 +102,7 @@ def _engine(config: dict[str, Any], target: Any, sampling: SamplingParams) -> An
         drafter = open_speculator(folder, target)
         # Above temperature 0 one kind of tree serves any load: another kind draws other samples, and a resumed run must draw the same.
         policy = AUTO if sampling.temperature == 0 else replace(AUTO, kind="dynamic")
-    max_length = min(config["max_length"], target.shape.max_positions)
+    max_length = min(config["max_length"], target.turn or target.shape.max_positions)  # an engine crosses no turn
     decoder = Decoder(target, drafter, policy, rule=sampling.rule, max_length=max_length)
     return ByEngine(target, decoder.engine_for(sequences, max_length, decoder.several), sampling, config["new_tokens"])
 

@@ -7,6 +7,7 @@ A line holds ``line`` (its number in the source), ``id``, ``messages`` (or ``pro
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -51,8 +52,6 @@ class JsonlWriter:
     """
 
     def __init__(self, path: Path, settings: dict[str, Any], of: dict[int, str]) -> None:
-        import fcntl  # some systems that can train do not have it
-
         self.path, self.settings, self.of = path, json.loads(json.dumps(settings)), of
         try:
             if path.exists() and not path.is_file():

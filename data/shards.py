@@ -187,16 +187,11 @@ class Shards:
         """The row numbers of an epoch, in its order."""
         return indexes.order(self.index, epoch, seed)
 
-    def stream(self, batch_size: int, seed: int = 0, start_step: int = 0, rank: int = 0, world: int = 1) -> Iterator[TargetBatch]:
-        """Endless batches. Batch k depends only on (seed, k, rank, world), so resuming needs only the step."""
-        for batch in self.stored_stream(batch_size, seed, start_step, rank, world):
-            yield batch.states_on(torch.device("cpu"), torch.bfloat16)
-
     def stored_stream(
         self, batch_size: int, seed: int = 0, start_step: int = 0, rank: int = 0, world: int = 1, *, pin: bool = False
     ) -> Iterator[StoredBatch]:
-        """As ``stream``, but the states stay encoded, and a thread reads them. Files are opened before their first row is needed.
-        ``pin``: return pinned memory.
+        """Endless batches. Batch k depends only on (seed, k, rank, world), so resuming needs only the step. The states stay encoded, and a
+        thread reads them. Files are opened before their first row is needed. ``pin``: return pinned memory.
         """
 
         def made() -> Iterator[StoredBatch]:
@@ -285,7 +280,7 @@ def open(target: TargetInfo, *, length: int, seed: int, path: str, prompts_file:
         if prompts_file is None:
             return stdlib.asked(target, count, seed)
         keys = ("data.prompts_file", "decode.new_tokens", "data.on_long")
-        return [prompt["tokens"] for prompt in prompts.fitting(prompts_file, count, target, new, on_long, keys=keys)]
+        return prompts.fitting(prompts_file, count, target, new, on_long, keys=keys)
 
     held_out = None if shards.index.get("held_out") is None else HeldOut(shards)
-    return Source(stream, observe, counts, held_out, ask, captured=shards.digest, rows=len(shards))
+    return Source(stream, observe, counts, held_out, ask, shards.digest, len(shards))

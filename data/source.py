@@ -31,9 +31,9 @@ from headstart.data.batch import TargetBatch, TokenBatch
 from headstart.data.live import announced, look
 from headstart.data.pack import pack
 from headstart.data.packed import Document, Documents, Packed, sizes_of
+from headstart.data.prompts import most_tokens
 from headstart.data.rows import file_path, is_dataset, is_there
 from headstart.heads.errors import UserError
-from headstart.inference.decoding.decode import longest
 from headstart.inference.decoding.info import TargetInfo
 from headstart.inference.decoding.target import Target
 
@@ -61,16 +61,9 @@ class Source:
     counts: Callable[[], Tensor]  # [V] int64: how often each token of the vocabulary occurs as a supervised token
     held_out: Rows | None  # rows that are never trained on
     prompts: Callable[[int, int], list[list[int]]]  # (count, new tokens) -> held-out prompts
-    packed: Packed | None = None  # the training rows, for capturing
-    captured: Callable[[], str] | None = None  # without ``packed``: the digest of captured or streamed rows
-    rows: int = 0  # without ``packed``: the number of captured rows
-
-    def digest(self) -> str:
-        """A digest that identifies the training rows."""
-        if self.packed is not None:
-            return self.packed.digest()
-        assert self.captured is not None
-        return self.captured()
+    digest: Callable[[], str]  # identifies the training rows
+    rows: int = 0  # training rows of an epoch; 0: not known, as they are streamed
+    packed: Packed | None = None  # the training rows, for capturing; None: they are captured already, or streamed
 
 
 def is_captured(settings: dict[str, Any]) -> bool:
@@ -192,12 +185,17 @@ def live(
     for part, packed in (("", rows), ("of what is held out, ", heldout)):
         if packed.left_out:
             say(f"{part}left out: {packed.left_out}")
+    return read_by(target, rows, heldout, prompts)
+
+
+def read_by(target: Target, rows: Packed, held: Rows, prompts: Callable[[int, int], list[list[int]]]) -> Source:
+    """A source of rows that the target reads during training. Each batch is announced, so that a remote target begins with it early."""
     vocab = target.shape.vocab_size
 
     def stream(taps: Collection[int], *place: int) -> Iterator[TokenBatch]:
         return announced(rows.stream(*place), target)
 
-    return Source(stream, observing(target), lambda: rows.counts(vocab), heldout, prompts, rows)
+    return Source(stream, observing(target), lambda: rows.counts(vocab), held, prompts, rows.digest, len(rows), rows)
 
 
 def observing(target: Target) -> Callable[[TokenBatch, Collection[int]], TargetBatch]:
@@ -258,7 +256,7 @@ def beginnings(target: Target, held: list[Document], count: int, new: int) -> li
     is continued. Prompts that leave no room for ``new`` tokens are skipped, and a line gives their number.
     """
     prompts = [d.tokens[:n].tolist() for d in held if (n := int(d.loss_mask.argmax()))]
-    fitting = [prompt for prompt in prompts if len(prompt) + new <= longest(target, len(prompt))]
+    fitting = [prompt for prompt in prompts if len(prompt) + new <= most_tokens(target, len(prompt))]
     if long := len(prompts) - len(fitting):
         say(f"{long} of {len(prompts)} held-out prompts passed over: too long for the target's context with {new} new tokens")
     return fitting[:count]

@@ -39,9 +39,9 @@ def _read(path: Path) -> str | None:
         return None
 
 
-def _found(split: str) -> Iterator[tuple[str, Path, str]]:
-    """(module, path, text) of the files of a split ('train' or 'heldout'), sorted by path. The module is the top-level name. Raises
-    ValueError for another split.
+def documents(split: str) -> Iterator[tuple[str, str]]:
+    """(name, text) of every file of a split ('train' or 'heldout'), sorted by path. The name is the path relative to the library's folder,
+    with '/'. Raises ValueError for another split.
     """
     if split not in ("train", "heldout"):
         raise ValueError(f"split is 'train' or 'heldout', not {split!r}")
@@ -51,23 +51,16 @@ def _found(split: str) -> Iterator[tuple[str, Path, str]]:
         inner[:] = [name for name in inner if name not in _SKIP_FOLDERS]
         paths += [Path(folder, name) for name in names if name.endswith(".py")]
     for path in sorted(paths):
-        module = path.relative_to(root).parts[0].removesuffix(".py")
+        module = _module(name := path.relative_to(root).as_posix())
         if module.startswith(("_sysconfigdata", "config-")):
             continue
         if (module in HELD_OUT) == (split == "heldout") and (text := _read(path)):
-            yield module, path, text
+            yield name, text
 
 
-def files(split: str) -> list[tuple[str, Path]]:
-    """(module, path) of the files of a split, sorted by path."""
-    return [(module, path) for module, path, _ in _found(split)]
-
-
-def documents(split: str) -> Iterator[tuple[str, str]]:
-    """(name, text) of every file of a split. The name is the path relative to the library's folder, with '/'."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    for _, path, text in _found(split):
-        yield path.relative_to(root).as_posix(), text
+def _module(name: str) -> str:
+    """The top-level module that the file of this name belongs to."""
+    return name.split("/")[0].removesuffix(".py")
 
 
 # ---- as a source of data ----
@@ -91,7 +84,7 @@ def _texts(split: str) -> list[Text]:
 def _modules(held: list[Text]) -> Groups:
     found: Groups = {module: [] for module in HELD_OUT}
     for name, text, _ in held:
-        found[name.split("/")[0].removesuffix(".py")].append((name, text))
+        found[_module(name)].append((name, text))
     return found
 
 

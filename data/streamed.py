@@ -18,6 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from headstart.data.batch import TokenBatch
+from headstart.data.live import announced
 from headstart.data.pack import NothingToLearn, check_length, pack
 from headstart.data.packed import Document, InMemory, Laid, joined
 from headstart.data.reader import Lazy, Reader
@@ -161,7 +162,7 @@ def open_stream(
         return first.counts(target.shape.vocab_size)
 
     ask = prompts or (lambda count, new: beginnings(target, held, count, new))
-    return Source(lambda taps, *where: stream.stream(*where), observing(target), counts, heldout, ask, captured=lambda: digest)
+    return Source(lambda taps, *where: announced(stream.stream(*where), target), observing(target), counts, heldout, ask, lambda: digest)
 
 
 def about(path: str, split: str, subset: str, limit: int | None, length: int, reader: Reader, own: object = None) -> dict[str, Any]:

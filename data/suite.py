@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from headstart.data.prompts import check_sizes, say_skipped
+from headstart.data.prompts import Size, check_sizes, most_tokens, say_skipped
 from headstart.data.rows import Row, file_rows, hub_rows, parsed
 from headstart.heads.errors import UserError, first_line
 from headstart.inference.decoding.info import TargetInfo
@@ -118,14 +118,20 @@ def fitting(
     limit = target.shape.max_positions
     if new_tokens >= limit:
         raise UserError(f"new_tokens={new_tokens} leave no room for a prompt in the target's context of {limit}")
-    sizes = [max(len(words.ask(q.turns[: i + 1], [""] * i)) + i * new_tokens for i in range(len(q.turns))) for q in found]
+    lengths = [[len(words.ask(q.turns[: i + 1], [""] * i)) + i * new_tokens for i in range(len(q.turns))] for q in found]
+    sizes = [
+        _worst([Size(str(q.name), n, most_tokens(target, n)) for n in each], new_tokens) for q, each in zip(found, lengths, strict=True)
+    ]
     if on_long == "error":
-        named = [(str(q.name), size) for q, size in zip(found, sizes, strict=True)]
-        check_sizes(named, limit, new_tokens, "new_tokens", ", or on_long=skip or cut")
-    kept = [(q, size) for q, size in zip(found, sizes, strict=True) if size + new_tokens <= limit or on_long == "cut"]
+        check_sizes(sizes, new_tokens, "new_tokens", ", or on_long=skip or cut")
+    kept = [i for i, size in enumerate(sizes) if size.fits(new_tokens) or on_long == "cut"]
     if len(kept) < len(found):
-        long = [str(q.name) for q, size in zip(found, sizes, strict=True) if size + new_tokens > limit]
-        say_skipped(path, long, len(found), limit, new_tokens)
+        say_skipped(path, [size for size in sizes if not size.fits(new_tokens)], len(found), new_tokens)
     if not kept:
         raise UserError(f"{path}: no prompts in it that fit the target's context")
-    return [q for q, _ in kept], min(max(size for _, size in kept) + new_tokens, limit)
+    return [found[i] for i in kept], min(max(max(lengths[i]) for i in kept) + new_tokens, limit)
+
+
+def _worst(turns: Sequence[Size], new_tokens: int) -> Size:
+    """The longest turn of a question that does not fit, else the longest one: a rope's turn may stop a turn that is not the longest."""
+    return max(turns, key=lambda size: (not size.fits(new_tokens), size.tokens))

@@ -24,8 +24,7 @@ def diagnose(config: dict[str, Any]) -> None:
     about = of_run(Path(config["run"]), target, config) if config["run"] is not None else {"prompts": []}
     if config["prompts"] is not None:
         keys = ("prompts", "new_tokens", "on_long")
-        found = fitting(config["prompts"], config["count"], target, config["new_tokens"], config["on_long"], keys=keys)
-        about["prompts"] = [p["tokens"] for p in found]
+        about["prompts"] = fitting(config["prompts"], config["count"], target, config["new_tokens"], config["on_long"], keys=keys)
     case = diagnosis.Case(target, drafter, folder=Path(config["speculator"]), new_tokens=config["new_tokens"], **about)
     truth, _ = decode_beside(target, drafter, drafter, case.prompts, TreePolicy(), SamplingParams(), config["new_tokens"])
     for name, of in truth.table().items():
@@ -52,7 +51,7 @@ def of_run(run: Path, target: Any, config: dict[str, Any]) -> dict[str, Any]:
     known: dict[str, Any] = {}
     if (run / "report.json").is_file():
         known["dtype"] = read_json(run / "report.json").get("dtype")
-    live, newest = None, next(iter(reversed(checkpoint.folders(run))), None)
+    live, newest = None, checkpoint.newest(run)
     if newest is not None:
         state = checkpoint.read_state(newest)
         live = read_tensors(newest / "drafter.safetensors")

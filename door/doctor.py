@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import shutil
 import sys
 import tempfile
@@ -139,14 +140,9 @@ def _folders() -> Iterator[Finding]:
             continue
         low = free < LOW_DISK
         yield Finding("note" if low else "ok", what, f"{place}, {free / GIB:.0f} GiB free" + (f": little; {lower}" if low else ""))
-    try:
-        import resource
-
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft < FILES:
-            yield Finding("note", "open files", f"{soft} at a time: ulimit -n {FILES} where there are many shards")
-    except ImportError:  # not on Windows
-        return
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < FILES:
+        yield Finding("note", "open files", f"{soft} at a time: ulimit -n {FILES} where there are many shards")
 
 
 def _shared_memory() -> Iterator[Finding]:

@@ -43,8 +43,7 @@ def report(config: dict[str, Any]) -> None:
         raise UserError(NONE_GIVEN)
     target = open_target(config["target"], to_decode=True)
     keys = ("prompts", "decode.new_tokens", "on_long")
-    found = fitting(config["prompts"], decode.prompts, target, decode.new_tokens, config["on_long"], keys=keys)
-    asked = [p["tokens"] for p in found]
+    asked = fitting(config["prompts"], decode.prompts, target, decode.new_tokens, config["on_long"], keys=keys)
     say_limit(asked, "decode.prompts", decode.prompts)
     drafter, proposer, policy = open_guesser(decode, speculator, target, elsewhere)
     if policy is None:
@@ -119,8 +118,7 @@ def tune(config: dict[str, Any]) -> None:
     target = open_target(config["target"], to_decode=True)
     drafter = open_speculator(config["speculator"], target)
     keys = ("prompts", "new_tokens", "on_long")
-    found = fitting(config["prompts"], config["count"], target, config["new_tokens"], config["on_long"], keys=keys)
-    asked = [p["tokens"] for p in found]
+    asked = fitting(config["prompts"], config["count"], target, config["new_tokens"], config["on_long"], keys=keys)
     say_limit(asked, "count", config["count"])
     tuned = tune.tune(target, drafter, asked, sequences=config["sequences"], new_tokens=config["new_tokens"])
     folder = Path(config["out"] or config["speculator"])

@@ -26,7 +26,7 @@ from headstart.heads.parent import with_its_parent
 
 PATIENCE = 30.0  # seconds that are left to the others when one has failed, or when a third Ctrl-C came
 POLL = 0.1  # seconds
-ENDING = ("SIGINT", "SIGTERM", "SIGHUP")
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 Process = subprocess.Popen[bytes]
 
 
@@ -46,12 +46,12 @@ def launch(command: Sequence[str], processes: int) -> int:
     children: list[Process] = []
     with TemporaryFile() as errors, _caught() as signals:
         own: dict[str, Any] = {"start_new_session": True, "pass_fds": [errors.fileno()], "preexec_fn": with_its_parent()}
-        world |= {ERRORS: errors.fileno()} if os.name == "posix" else {}
+        world |= {ERRORS: errors.fileno()}
         try:
             for rank in range(processes):
                 ours = {key: str(value) for key, value in {**world, "RANK": rank, "LOCAL_RANK": rank}.items()}
                 environment = {"OMP_NUM_THREADS": str(threads), **os.environ, **ours}
-                children.append(subprocess.Popen(command, env=environment, **own if os.name == "posix" else {}))
+                children.append(subprocess.Popen(command, env=environment, **own))
             code = _wait(children, signals)
         finally:
             _kill(children)
@@ -88,7 +88,7 @@ def _wait(children: Sequence[Process], signals: list[int]) -> int:
 def _caught() -> Iterator[list[int]]:
     """Collects the signals that come in the context, except those that this process ignores (nohup)."""
     came: list[int] = []
-    numbers = [number for name in ENDING if (number := getattr(signal, name, None)) and signal.getsignal(number) != signal.SIG_IGN]
+    numbers = [number for number in ENDING if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in numbers}
     try:
         yield came
@@ -102,7 +102,7 @@ def _kill(children: Sequence[Process]) -> None:
     for child in children:
         if child.poll() is None:
             with suppress(OSError):
-                os.killpg(child.pid, signal.SIGKILL) if os.name == "posix" else child.kill()
+                os.killpg(child.pid, signal.SIGKILL)
             child.wait()
 
 

@@ -29,13 +29,13 @@ from headstart.door.values import CONF, choices
 from headstart.heads.override import typed
 
 NAMED = ("head", "target", "data", "experiment")  # what a folder's name begins with
-# Settings of where a run is, how it is watched, kept and reported, and what only changes rounding: as in trainers/resume.py, they make no
-# other run, so they do not change the folder's name.
+# Settings of where a run is, how it is watched, kept and reported, how its data are read, and what only changes rounding: as in
+# trainers/resume.py, they make no other run, so they do not change the folder's name.
 WATCHED = (
     "out", "out_fallback", "out_wait", "arms", "decode", "export", "report", "tracker", "target.device",
     *(f"trainer.{key}" for key in ("save_every", "keep", "background", "eval_every", "resume", "skips", "spike", "timeout", "profile")),
     *(f"trainer.{key}" for key in ("decode_every", "log_every", "gradient_checkpointing", "patience", "precision")), "loss.kernel",
-    "loss.chunk", "plan", "nodes", "gpus", "gpu", "gpu_hour", "parallel", "served", "capture.out",
+    "loss.chunk", "data.cache", "data.workers", "plan", "nodes", "gpus", "gpu", "gpu_hour", "parallel", "served", "capture.out",
     *(f"launcher.{key}" for key in ("time", "partition", "account", "gpus", "cpus", "before", "options", "setup", "submit")),
 )  # fmt: skip
 REPORTED = ("out", "arms", "report", "plan", "launcher", "tracker")  # settings that a report does not list as changed

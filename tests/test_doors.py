@@ -92,7 +92,7 @@ def test_a_mistake_is_one_line_to_a_user() -> None:
         ("data=/srv/x.jsonl", "data=/srv/x.jsonl: there is no such choice, data is one of chat, "),
         ("data=/srv/x.jsonl", ": data=chat path=/srv/x.jsonl (conversations) or data=text path=/srv/x.jsonl\n"),
         ("data=tekst", "(did you mean text?)"),
-        ("head=runs/a/b", "head=runs/a/b: there is no such choice, head is one of dflash, "),
+        ("head=runs/a/b", "head=runs/a/b: there is no such choice, head is one of dflare, dflash, "),
         ("arms={a:head=eagle,b:head=eagel}", """on the command line: give arms="{a:'head=NAME',b:'head=NAME loss=tv'}", with both"""),
     ],
 )

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
+from headstart.data import source
 from headstart.door import infer
-from headstart.door.sweep import joined, part, short
+from headstart.door.sweep import WATCHED, is_watched, joined, part, short
 from headstart.heads.errors import UserError
+from headstart.trainers import resume
 from tests.doors import call
 from tests.reports import a_report, an_evaluation, figures
 
@@ -66,6 +68,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         (["tracker=wandb", "target.device=cpu", "trainer.resume=false", "trainer.keep=5"], "eagle-tiny-stdlib"),  # how it is watched
         (["decode=chain", "decode.prompts=2", "export.dtype=bfloat16"], "eagle-tiny-stdlib"),  # and reported: no other training
         (["trainer.patience=0", "trainer.precision=fp32", "loss.chunk=64"], "eagle-tiny-stdlib"),  # what is advised resumes
+        (["data=text", "path=a.txt", "data.workers=2", "data.cache=kept"], "eagle-tiny-text-path=a.txt"),  # how data are read
         (["launcher=processes", "launcher.processes=1"], "eagle-tiny-stdlib-launcher=processes-processes=1"),
         (["target=folder", "target.path=/models/mine"], "eagle-folder-stdlib-target.path=mine-fc3fe5"),
         (["out=elsewhere", "trainer.lr=1"], None),
@@ -74,8 +77,15 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def test_a_run_is_called_after_what_differs(
     arguments: list[str], out: str | None, trained: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "a.txt").write_text("some words")
     assert call("train", arguments, tmp_path, monkeypatch) == 0
     assert trained[0]["out"] == ("elsewhere" if out is None else f"runs/{out}")
+
+
+def test_settings_of_the_trainer_that_may_change_in_a_resumed_run_keep_its_folder() -> None:
+    """Else the run would not find its checkpoints. trainer.epochs stands for a number of steps, which is part of the name."""
+    assert {key.removeprefix("trainer.") for key in WATCHED if key.startswith("trainer.")} == {*resume.FREE} - {"epochs"}
+    assert all(is_watched(f"data.{key}") for key in source.HOW)
 
 
 def test_what_refers_to_the_folder_is_within_the_one_that_is_named(

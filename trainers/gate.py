@@ -27,7 +27,7 @@ from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
 from headstart.heads.files import put, put_text
 from headstart.heads.stored import read_tensors
-from headstart.inference.decoding.decode import Generation, generate
+from headstart.inference.decoding.decode import Generation, generate, longest
 from headstart.inference.decoding.policy import TreePolicy, fit_depth
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.sampling import heat_of
@@ -35,13 +35,13 @@ from headstart.inference.decoding.target import Target
 from headstart.inference.reports.figures import acceptance
 from headstart.inference.reports.truth import Truth
 from headstart.inference.speculator import load_attached
+from headstart.trainers import checkpoint
 from headstart.trainers.arm import Arm
 from headstart.trainers.checkpoint import BEST, best_of
 from headstart.trainers.diagnosis import FILE, Case, Finding, diagnose, lines
 from headstart.trainers.job import Job
 from headstart.trainers.joint import Joint
 from headstart.trainers.metrics import by_depth, expected
-from headstart.trainers.patience import better
 from headstart.trainers.prepare import beginnings
 
 PROMPTS, NEW_TOKENS = 4, 24
@@ -103,8 +103,8 @@ def keep_if_best(arm: Arm, length: float) -> None:
     """
     place = arm.run / BEST
     step, best = best_of(place)
-    if step >= arm.fitted.steps or better(length, best):
-        weights = {k: v.detach().cpu().contiguous().clone() for k, v in arm.drafter.state_dict().items()}
+    if step >= arm.fitted.steps or length > best:
+        weights = {k: checkpoint.copied(v) for k, v in arm.drafter.state_dict().items()}
         about = {"step": str(arm.fitted.steps), "decoded": repr(length)}
         put(place, lambda beside: save_file(weights, beside, metadata=about))
 
@@ -146,7 +146,7 @@ def decode_beside(
     shapes |= {("chain", sampled): TreePolicy("chain", depth=policy.depth) for sampled in (False, True)}
     truth, made = Truth(target, live), Made()
     for i, prompt in enumerate(prompts):
-        new = min(new_tokens, target.shape.max_positions - len(prompt))
+        new = min(new_tokens, longest(target, len(prompt)) - len(prompt))
         for (kind, sampled), shape in shapes.items():
             how = replace(sampling, temperature=float(sampled), seed=sampling.seed + i)
             made.setdefault((kind, sampled), []).append(

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 AFTER = "stopping after this step, with a checkpoint; Ctrl-C again ends at once (the last checkpoint stays)"
 WRITING = "a checkpoint is being written, then it ends; Ctrl-C again breaks that off (the one before it stays)"
 

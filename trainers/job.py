@@ -26,7 +26,7 @@ class Job:
     source: Source
     accelerator: Accelerator
     several: bool  # whether arms have their own folders and a comparison, even if there is only one arm
-    settings: Settings  # target, data, decode, export, tracker, parallel, and the trainer's settings that all arms share
+    settings: Settings  # target, data, decode, export, tracker, parallel, served, and the trainer's settings that all arms share
     own: dict[str, Settings]  # arm -> head, loss, trainer
     taps: list[int]  # of all arms together
     decoding: Decode

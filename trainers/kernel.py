@@ -129,9 +129,7 @@ def _judge(  # type: ignore[no-untyped-def]
         mass = tl.load(mass_C + c)
         for start in range(0, V, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            place = at
-            if TRIMMED:
-                place = tl.load(ids + at, mask=at < V, other=0)
+            place = _places(at, ids, V, TRIMMED)
             q = tl.exp(tl.load(logits + at, mask=at < V, other=float("-inf")).to(WIDE) - lse_q)
             p = tl.exp(tl.load(said + place, mask=at < V, other=float("-inf")).to(WIDE) - lse_p)
             under = tl.where(q < p, 1.0, tl.where(q == p, 0.5, 0.0))

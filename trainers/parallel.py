@@ -178,7 +178,7 @@ class Parallel:
         """
         if not self.accelerator.is_main_process:
             return {}
-        return {k: torch.as_tensor(x).cpu().contiguous() for k, x in optimizer.state.get(self.order[o][i], {}).items()}
+        return dict(optimizer.state.get(self.order[o][i], {}))
 
     def restore(self, moments: Moments) -> None:
         """Restore the moments that ``snapshot`` returned, possibly in a run with another ``parallel``."""

@@ -13,13 +13,6 @@ from headstart.trainers.optimizer import learning_rate
 DECODED, EXPECTED = "decode/T0/accepted_length", "heldout/expected_length"  # the number judged by: the first if the gate decodes
 
 
-def better(number: float, best: float) -> bool:
-    """Whether ``number`` improves on ``best``, for ``trainer.patience`` and ``trainer.keep=best``. Of equal numbers the first stays the
-    best.
-    """
-    return number > best
-
-
 @dataclass
 class Patience:
     """The early stopping of one arm: after ``evaluations`` evaluations without a better number; 0: never. Checkpoints keep the other
@@ -38,10 +31,12 @@ class Patience:
         return 0 < self.evaluations <= self.since
 
     def judge(self, by: str, number: float, step: int) -> None:
-        """Note an evaluation at ``step``. ``by``: the number's name; if it differs from the last one, the best number is reset."""
+        """Note an evaluation at ``step``. Of equal numbers the first stays the best. ``by``: the number's name; if it differs from the
+        last one, the best number is reset.
+        """
         if by != self.by:
             self.by, self.best = by, -math.inf
-        if better(number, self.best):
+        if number > self.best:
             self.best, self.step, self.since = number, step, 0
         else:
             self.since += 1

@@ -88,9 +88,9 @@ def prepare(
         parts = dict(target=target, data=data, decode=decode, export=export, tracker=tracker, trainer=trainer, parallel=parallel)
         job = Job(
             places, about, source, open_accelerator(trainer["precision"], about.device, trainer["timeout"]), several=arms is not None,
-            settings=parts, own=own, changed=changed or {}, taps=sorted({tap for drafter, _ in drafters.values() for tap in drafter.taps}),
-            decoding=decoding, reported=report == "here", room=Room(out_wait),
-            dtype=about.dtype if export["dtype"] == "auto" else DTYPES[export["dtype"]],
+            settings=parts | {"served": served}, own=own, changed=changed or {},
+            taps=sorted({tap for drafter, _ in drafters.values() for tap in drafter.taps}), decoding=decoding,
+            dtype=about.dtype if export["dtype"] == "auto" else DTYPES[export["dtype"]], reported=report == "here", room=Room(out_wait),
         )  # fmt: skip
         about.expect(job.taps, trainer["length"])
         if capture is not None:
@@ -174,17 +174,13 @@ def _steps(trainer: Settings, source: Source) -> int:
     """The number of steps: ``trainer.steps``, or what ``trainer.epochs`` amounts to over all processes."""
     steps = int(trainer["steps"])
     if (epochs := trainer["epochs"]) is not None:
-        rows, step = _rows(source), trainer["batch_size"] * trainer["accumulate"] * processes()
+        rows, step = source.rows, trainer["batch_size"] * trainer["accumulate"] * processes()
         steps = max(1, math.ceil(epochs * rows / step))
         if is_main():
             print(f"trainer.epochs={epochs:g}: {steps:,} steps of {step:,} rows, of {rows:,} in an epoch")
     if is_main() and trainer["warmup"] >= steps:
         print(f"trainer.warmup={trainer['warmup']} of {steps} steps: the learning rate does not reach its peak")
     return steps
-
-
-def _rows(source: Source) -> int:
-    return len(source.packed) if source.packed else source.rows
 
 
 def _served(settings: Settings, data: Settings, own: dict[str, Settings], served: Settings) -> ServedTarget:
@@ -261,7 +257,7 @@ def _open_arm(job: Job, stack: ExitStack, name: str, drafter: Drafter, rng: Mapp
     if main:
         _put_settings(runs, settings | {"provenance": origin})
     about = settings | {"provenance": origin, "tracker": tracking, "out": str(runs[0]), "processes": job.accelerator.num_processes}
-    epoch = trainer["length"] * _rows(job.source)
+    epoch = trainer["length"] * job.source.rows
     tracker = Tracker(runs[0], about, main=main, resume=trainer["resume"], arm=name, epoch=epoch, inputs=_inputs(job, same), **tracking)
     stack.callback(tracker.close)
     set_rng_state(rng)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from headstart.data.batch import TargetBatch
 from headstart.data.pack import pack
 from headstart.data.packed import Document, Packed
+from headstart.data.shards import Shards
 
 LAYERS, HIDDEN, TAPS = 3, 6, (0, 2, 3)
 
@@ -49,6 +51,11 @@ def equal(ours: TargetBatch, theirs: TargetBatch) -> bool:
     assert ours.states.keys() == theirs.states.keys()
     tensors += [(ours.states[k], theirs.states[k]) for k in ours.states]
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in tensors)
+
+
+def decoded(shards: Shards, batch_size: int, **place: int) -> Iterator[TargetBatch]:
+    """The batches of a stream with their states, as a training decodes them."""
+    return (batch.states_on(torch.device("cpu"), torch.bfloat16) for batch in shards.stored_stream(batch_size, **place))
 
 
 def in_bf16(batch: TargetBatch) -> TargetBatch:

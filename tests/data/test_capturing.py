@@ -23,7 +23,7 @@ from headstart.data.shards import open as open_shards
 from headstart.data.verify import damage, verify
 from headstart.heads import files
 from headstart.heads.errors import UserError
-from tests.data.captures import FakeTarget, equal, rows
+from tests.data.captures import FakeTarget, decoded, equal, rows
 
 HELD = dict(seed=3, documents=60)
 
@@ -294,7 +294,7 @@ def test_states_are_made_where_they_are_wanted(name, whole):
     if name == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     device, read = torch.device(name), Shards(whole)
-    for stored, wanted in islice(zip(read.stored_stream(3, pin=name == "cuda"), read.stream(3), strict=False), 8):
+    for stored, wanted in islice(zip(read.stored_stream(3, pin=name == "cuda"), decoded(read, 3), strict=False), 8):
         made = stored.states_on(device, torch.bfloat16)
         assert made.final_BTD.device.type == name and equal(made.to(torch.device("cpu")), wanted)
         assert bool((wanted.final_BTD.norm(dim=-1) > 0).eq(wanted.supervised(0)).all()) and stored.stored["tap_0"].is_pinned() == (
@@ -307,7 +307,7 @@ def test_what_is_damaged_ends_the_training_where_it_is_read(whole, tmp_path):
     path = tmp_path / "shard-00003.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     with pytest.raises(UserError, match=r"shard-00003\.safetensors: the checksum differs"):
-        list(islice(Shards(tmp_path).stream(4), 100))
+        list(islice(decoded(Shards(tmp_path), 4), 100))
 
 
 # ---- elsewhere ----
@@ -354,7 +354,7 @@ def check_elsewhere(url, whole, monkeypatch):
             assert path.read_bytes() == text
     verify(url)
     read = Shards(url)
-    assert all(equal(a, b) for a, b in zip(islice(read.stream(3), 30), Shards(whole).stream(3), strict=False))
+    assert all(equal(a, b) for a, b in zip(islice(decoded(read, 3), 30), decoded(Shards(whole), 3), strict=False))
     folder.put("shard-00001.safetensors", lambda path: path.write_bytes(bytes(folder.sizes()["shard-00001.safetensors"])))
     with pytest.raises(UserError, match=rf"^{url}/shard-00001\.safetensors: the checksum differs"):
         Shards(url).batch([5])

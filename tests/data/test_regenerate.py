@@ -22,6 +22,7 @@ from headstart.heads import hub
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.sampling import SamplingParams
+from headstart.inference.decoding.target import Target
 from headstart.inference.serving.text import asking
 from tests.data.chats import documents
 from tests.data.conftest import NEW, TALKS, lines, text, write
@@ -336,6 +337,17 @@ def test_what_does_not_fit_is_counted_and_named(door: Any, tmp_path: Path, capsy
     assert [m["content"] for m in made[1]["messages"] if m["role"] == "user"] == [m["content"] for m in TALKS[4] if m["role"] == "user"]
     assert "1 shortened, 1 left out" in capsys.readouterr().out
     assert f"{path} line 2: the prompt's" in caplog.text and f"{path} line 3: the prompt's" in caplog.text
+
+
+@pytest.mark.usefixtures("few_files")
+def test_a_prompt_that_would_cross_the_turn_of_a_longrope_target_is_left_out(
+    door: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """The engine reads up to the turn only: it would end the run at such a prompt."""
+    monkeypatch.setattr(Target, "turn", 40)
+    made = lines(door("temperature=0"))
+    assert 0 < len(made) < len(TALKS) and " left out" in capsys.readouterr().out
+    assert all(len(document["tokens"]) <= 40 for record in made for document in record["documents"])
 
 
 @pytest.mark.parametrize(

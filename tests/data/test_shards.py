@@ -19,7 +19,7 @@ from headstart.data.live import look
 from headstart.data.shards import Shards
 from headstart.heads.errors import UserError
 from headstart.heads.files import sealed, sha256
-from tests.data.captures import LAYERS, TAPS, FakeTarget, equal, in_bf16, rows
+from tests.data.captures import LAYERS, TAPS, FakeTarget, decoded, equal, in_bf16, rows
 
 
 @pytest.fixture
@@ -63,9 +63,9 @@ def test_a_look_gives_what_the_target_says_of_a_batch(packed):
 
 def test_the_stream_resumes_and_ranks_share_it(packed, tmp_path):
     read = captured(packed, tmp_path)
-    whole = list(islice(read.stream(2, seed=5), 40))
-    assert all(equal(a, b) for a, b in zip(islice(Shards(tmp_path).stream(2, seed=5, start_step=25), 15), whole[25:], strict=True))
-    halves = [list(islice(read.stream(1, seed=5, rank=r, world=2), 40)) for r in range(2)]
+    whole = list(islice(decoded(read, 2, seed=5), 40))
+    assert all(equal(a, b) for a, b in zip(islice(decoded(Shards(tmp_path), 2, seed=5, start_step=25), 15), whole[25:], strict=True))
+    halves = [list(islice(decoded(read, 1, seed=5, rank=r, world=2), 40)) for r in range(2)]
     for step, batch in enumerate(whole):
         assert torch.equal(torch.cat([halves[0][step].tokens_BT, halves[1][step].tokens_BT]), batch.tokens_BT)
     orders = [read.order(epoch, 5) for epoch in range(3)]

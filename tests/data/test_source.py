@@ -14,12 +14,17 @@ import pytest
 from omegaconf import OmegaConf
 
 from headstart.data import plain, regenerate, regenerated, source
-from headstart.data.prompts import fitting
+from headstart.data.prompts import Size, check_prompts, check_sizes, fitting, most_tokens
 from headstart.data.source import find, open_source
 from headstart.door import infer
 from headstart.heads.errors import UserError
+from headstart.inference.decoding.decode import longest
+from headstart.inference.decoding.stored import StoredTarget
+from headstart.inference.decoding.target import Target
+from headstart.inference.settings import read_target
 from tests.composed import composed
 from tests.data.conftest import lines, settings, write
+from tests.trainers.conftest import save_target
 
 KEYS = ("prompts", "decode.new_tokens", "on_long")
 
@@ -78,7 +83,7 @@ def test_all_prompts_that_do_not_fit_are_named(asked: str, target: Any) -> None:
         "2 of 4 prompts do not fit the target's context of 512 with 12 new tokens: q1 (611 tokens), q3 (613 tokens): "
         "shorten or take out what is too long, or on_long=skip"
     )
-    assert [p["id"] for p in fitting(asked, 1, target, 12, "error", keys=KEYS)] == ["q0"]  # others are not asked for
+    assert [len(p) for p in fitting(asked, 1, target, 12, "error", keys=KEYS)] == [10]  # others are not asked for
     with pytest.raises(UserError, match="5 of 5 prompts do not fit"):
         fitting(asked, None, target, 510, "error", keys=KEYS)
 
@@ -94,10 +99,36 @@ def test_the_largest_new_tokens_that_would_do_is_said(tmp_path: Path, target: An
 
 
 def test_skipped_prompts_are_counted_and_others_take_their_place(asked: str, target: Any, capsys: Any) -> None:
-    assert [p["id"] for p in fitting(asked, 3, target, 12, "skip", keys=KEYS)] == ["q0", "q2", "q4"]
+    assert [len(p) for p in fitting(asked, 3, target, 12, "skip", keys=KEYS)] == [10, 12, 14]  # q0, q2, q4
     assert "skipped 2 of 5 prompts, too long for the target's context of 512 with 12 new tokens: q1, q3" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"some\.json: no prompts in it that fit"):
         fitting(asked, 3, target, 511, "skip", keys=KEYS)
+
+
+def test_no_prompt_may_cross_the_turn_of_a_longrope_target(asked: str, target: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Decoding refuses it, where before the training nothing did. Beyond the turn the whole context is free."""
+    monkeypatch.setattr(Target, "turn", 24)
+    assert [len(p) for p in fitting(asked, 2, target, 12, "skip", keys=KEYS)] == [10, 12]
+    capsys.readouterr()
+    assert [len(p) for p in fitting(asked, None, target, 11, "skip", keys=KEYS)] == [10, 12]
+    assert "skipped 3 of 5 prompts, too long for the target's context of 24 with 11 new tokens: q1, q3, q4" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"prompt q4 .14 tokens. does not fit the target's context of 24 with 11 new .* to 10 or less, "):
+        check_sizes([Size(f"q{n - 10}", n, most_tokens(target, n)) for n in (10, 12, 14, 400)], 11, "decode.new_tokens")
+    check_prompts([[1] * 12, [1] * 30], 12, target)
+    with pytest.raises(UserError, match=r"prompt number 1 .13 tokens. does not fit the target's context of 24 with 12 new tokens"):
+        check_prompts([[1] * 13, [1] * 30], 12, target)
+
+
+def test_a_target_that_is_not_loaded_says_where_it_turns(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    rope: Any = {"rope_scaling": {"type": "longrope", **factors}, "original_max_position_embeddings": 64}
+    for architecture, how, most in (("phi3", rope, 64), ("llama", {}, 512)):
+        folder = save_target(tmp_path / architecture, architecture=architecture, **how)
+        given = {"name": "a", "path": str(folder), "dtype": "float32", "device": "cpu", "attention": "sdpa", "config": None}
+        stored = read_target(given)
+        assert isinstance(stored, StoredTarget)
+        for tokens in (20, 64, 65):
+            assert most_tokens(stored, tokens) == longest(stored.opened(), tokens) == (most if tokens <= 64 else 512)
 
 
 def test_a_report_and_tuning_take_on_long(asked: str, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -71,6 +71,15 @@ def test_masks_of_what_is_streamed_are_looked_at(target: Any, tmp_path: Path, mo
         open_source(given, target, length=64, seed=0)
 
 
+def test_the_next_batch_is_announced_to_the_target(given: Any, target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target on a server then begins with it while this one is trained on."""
+    told = list[torch.Tensor]()
+    monkeypatch.setattr(target, "begin", lambda tokens_BT, positions_BT: told.append(tokens_BT))
+    batches = opened(given, target).stream((), 3, 7, 0, 0, 1)
+    read = [next(batches).tokens_BT for _ in range(4)]
+    assert len(told) == 5 and all(map(torch.equal, told, read))
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_it_goes_on_where_it_was(given: Any, world: int, target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     place = (7, 0, world - 1, world)
@@ -80,8 +89,8 @@ def test_it_goes_on_where_it_was(given: Any, world: int, target: Any, monkeypatc
     monkeypatch.setattr(Reader, "read", lambda self, row, read=Reader.read: made.update(["rows"]) or read(self, row))
     for start in (0, 1, 13, 40, 120, 140):
         made.clear()
-        went_on = tokens(again, 4, 7, start, *place[2:])
-        assert all(torch.equal(a, b) for a, b in zip(whole[start : start + 4], went_on, strict=True))
+        went_on = tokens(again, 3, 7, start, *place[2:])  # and a fourth batch, which is announced
+        assert all(torch.equal(a, b) for a, b in zip(whole[start : start + 3], went_on, strict=True))
         assert made["rows"] <= 24  # a block, or two where one ends
     Path(given["cache"]).rename(Path(given["cache"]).with_name("gone"))  # without what was written down: from the beginning
     assert torch.equal(tokens(again, 1, 7, 60, *place[2:])[0], whole[60])

@@ -17,6 +17,7 @@ from headstart.data.capture import capture
 from headstart.data.capturing import Capturing
 from headstart.data.folder import Folder, open_folder
 from headstart.data.index import files_in_all
+from headstart.data.packed import Packed
 from headstart.data.shards import Shards
 from headstart.data.source import Source
 from headstart.data.verify import verify
@@ -270,16 +271,22 @@ def capturing(
 ) -> Capturing:
     target = target or FakeTarget()
     target.shared, target.dtype = False, torch.float32
-    source = Source(lambda *_: iter(()), lambda batch, taps: batch, lambda: torch.zeros(90), None, lambda *_: [], packed or rows())  # type: ignore
-    return Capturing(source, target, taps, out=str(folder), storage="int8", accumulate=accumulate, rank=rank, world=world)
+    return Capturing(
+        source_of(packed or rows(), None), target, taps, out=str(folder), storage="int8", accumulate=accumulate, rank=rank, world=world
+    )
+
+
+def source_of(packed: Packed, held: Packed | None) -> Source:
+    """A source of these rows that is never asked for anything else."""
+    counts, digest = lambda: torch.zeros(90), packed.digest
+    return Source(lambda *_: iter(()), lambda batch, taps: batch, counts, held, lambda *_: [], digest, len(packed), packed)  # type: ignore
 
 
 def run_part(rank: int, folder: Path, both: threading.Barrier) -> None:
     target: Any = FakeTarget()
     target.shared, target.dtype = False, torch.float32
     packed, held = rows(), rows(seed=3, documents=60)
-    source = Source(lambda *_: iter(()), lambda batch, taps: batch, lambda: torch.zeros(90), held, lambda *_: [], packed)  # type: ignore
-    made = Capturing(source, target, (0, 2), out=str(folder), storage="int8", accumulate=3, rank=rank, world=2)
+    made = Capturing(source_of(packed, held), target, (0, 2), out=str(folder), storage="int8", accumulate=3, rank=rank, world=2)
     assert made.source.held_out is not None
     made.source.observe(made.source.held_out.batch(slice(0, 16)), (0,))
     batches, steps = made.source.stream((0, 2), 2, 7, 0, rank, 2), -(-len(packed) // 12) * 3 + 6

@@ -20,7 +20,7 @@ from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.trainers import gate
-from headstart.trainers.diagnosis import FILE
+from headstart.trainers.diagnosis import FILE, Case
 from headstart.trainers.metrics import read_metrics
 from headstart.trainers.optimizer import before_the_fall
 from headstart.trainers.patience import DECODED, Patience
@@ -82,6 +82,16 @@ def test_a_training_is_the_same_with_it_and_without(composed: Composed, override
         run(**composed(*overrides, f"trainer.decode_every={every}", f"out={tmp_path / str(every)}"))
     weights = [load_file(tmp_path / str(every) / "speculator" / "model.safetensors") for every in (0, 1)]
     assert all(torch.equal(weights[0][k], weights[1][k]) for k in weights[0]) and sorted(decoded(tmp_path / "1")) == [1, 2, 3, 4]
+
+
+def test_a_text_ends_where_a_longrope_target_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To decode on would raise an error."""
+    target = tiny_target()
+    drafter = make("medusa", target)
+    monkeypatch.setattr(Target, "turn", 24)
+    truth, made = gate.decode_beside(target, drafter, drafter, [random_tokens(20, 1)], TREE, SamplingParams(), 12)
+    assert {len(g.tokens) for texts in made.values() for g in texts} == {4} and truth.table()
+    assert Case(target, drafter, [random_tokens(20, 1)]).room(random_tokens(20, 1)) == 4
 
 
 def test_weights_that_were_no_better_before_are_the_last(tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ from headstart.data import endpoint
 from headstart.data.shards import Shards
 from headstart.door.data import capture_states
 from headstart.heads.errors import UserError
-from headstart.trainers import checkpoint
-from headstart.trainers.plan import plan
-from headstart.trainers.run import run
+from headstart.trainers import checkpoint, memory
+from headstart.trainers.arm import Arm
+from headstart.trainers.plan import Plan, plan
+from headstart.trainers.run import fit, prepare, run
 from tests.composed import composed as whole
 from tests.doors import call
 from tests.fake_engine import FakeEngine, serving
@@ -52,6 +53,13 @@ def test_the_same_drafter(
     for name in here:
         torch.testing.assert_close(there[name], here[name], rtol=0, atol=1e-4)
     assert [step for step, _ in losses(tmp_path / "served")] == [step for step, _ in losses(tmp_path / "here")] == [1, 10, 20]
+
+
+def test_a_report_has_prompts_that_fit(composed: Composed, overrides: list[str], served: list[str]) -> None:
+    """The report loads the layers after the training; how long a prompt may be is asked before."""
+    asked = [word for word in served if word != "report=none"]
+    with prepare(**composed(*overrides, *asked)) as job:
+        assert len(job.prompts) == 1
 
 
 def test_a_server_that_dies(
@@ -111,6 +119,24 @@ def test_a_plan_has_no_layers_of_a_target_that_is_served(overrides: list[str]) -
         plan(settings | {"served": {"url": "http://there/v1", "folder": "x", "layers": None, "key": None, "retries": 1}}),
     )
     assert without.memory["target"] < with_layers.memory["target"] / 10 and without.flops["target"] == 0
+
+
+def test_where_memory_ends_the_layers_of_a_served_target_are_not_counted(
+    composed: Composed, overrides: list[str], served: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The advice names the sum that the run takes here, which is that of its plan."""
+    settings = composed(*overrides, *served, "trainer.batch_size=4")
+
+    def ended(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Arm, "start", ended)
+    planned = list[Plan]()
+    monkeypatch.setattr(memory, "plan", lambda settings: planned.append(plan(settings)) or planned[-1])
+    with prepare(**settings) as job, pytest.raises(UserError, match="memory has ended"):
+        fit(job)
+    known = settings | {"nodes": 1, "gpus": 1, "gpu": "h100"}
+    assert planned[0].memory == plan(known).memory != plan(known | {"served": None}).memory
 
 
 def test_the_command_that_starts_it(target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

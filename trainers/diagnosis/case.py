@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from headstart.data.batch import TokenBatch
 from headstart.heads.base import Drafter
-from headstart.inference.decoding.decode import Generation, generate
+from headstart.inference.decoding.decode import Generation, generate, longest
 from headstart.inference.decoding.policy import TreePolicy, fit_depth
 from headstart.inference.decoding.target import Target
 
@@ -85,8 +85,8 @@ class Case:
         return [generate(self.target, None, p, new_tokens=self.room(p)) for p in self.prompts]
 
     def room(self, prompt: Sequence[int]) -> int:
-        """The number of tokens to generate after this prompt: ``new_tokens``, within the target's positions."""
-        return min(self.new_tokens, self.target.shape.max_positions - len(prompt))
+        """The number of tokens to generate after this prompt: ``new_tokens``, or as many as the target can still read."""
+        return min(self.new_tokens, longest(self.target, len(prompt)) - len(prompt))
 
     def text(self, tokens: Sequence[int]) -> str:
         """The tokens as readable text: decoded, or their ids if there is no tokenizer."""

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -61,6 +62,11 @@ class Result(NamedTuple):
     files: Sequence[Path]  # of the report
     examples: Sequence[Sequence[str | int | float]]  # decoded texts: rows with the columns examples.COLUMNS; may be empty
     speculator: Path  # the exported folder; need not be there
+
+
+def artifact_name(text: str) -> str:
+    """A name that W&B and trackio take for an artifact: allowed characters only, at most 128."""
+    return re.sub(r"[^\w.-]", "-", text, flags=re.ASCII)[-128:]
 
 
 class Sink(Protocol):

@@ -15,17 +15,13 @@ from headstart.trainers.sinks import Result, Watched
 BATCH, LONGEST = 100, 500  # MLflow's limits: parameters per request, characters of a parameter
 
 
-def open(watched: Watched, *, project: str = "headstart", uri: str | None = None, artifact: bool = True) -> MlflowRun:
-    """Open an MLflow run. ``project``: the experiment. ``uri``: of the server or file; None: MLFLOW_TRACKING_URI, else MLflow's default.
-    ``artifact``: upload the report and the exported folder. Raises UserError.
-    """
-    return MlflowRun(watched, project, uri, artifact)
-
-
 class MlflowRun:
     """A run of MLflow: settings as parameters, the data as its input, report and exported folder as artifacts."""
 
-    def __init__(self, watched: Watched, project: str, uri: str | None, artifact: bool) -> None:
+    def __init__(self, watched: Watched, *, project: str = "headstart", uri: str | None = None, artifact: bool = True) -> None:
+        """``project``: the experiment. ``uri``: of the server or file; None: MLFLOW_TRACKING_URI, else MLflow's default. ``artifact``:
+        upload the report and the exported folder. Raises UserError.
+        """
         try:
             from mlflow import MlflowClient
             from mlflow.exceptions import MlflowException
@@ -105,3 +101,6 @@ class MlflowRun:
     def close(self) -> None:
         """Mark the run as finished."""
         self.client.set_terminated(self.id)
+
+
+open = MlflowRun

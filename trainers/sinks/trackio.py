@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import contextvars
 import json
-import re
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from headstart.heads.errors import UserError
 from headstart.inference.reports.examples import COLUMNS
-from headstart.trainers.sinks import Result, Watched
-
-
-def open(
-    watched: Watched, *, project: str = "headstart", group: str | None = None, space: str | None = None, artifact: bool = True
-) -> TrackioRun:
-    """Open a trackio run. ``space``: a Space of Hugging Face, NAME or OWNER/NAME; None: TRACKIO_SPACE_ID, else a local file. ``artifact``:
-    upload the report and the exported folder. Raises UserError.
-    """
-    return TrackioRun(watched, project, group, space, artifact)
+from headstart.trainers.sinks import Result, Watched, artifact_name
 
 
 class TrackioRun:
     """A run of trackio. Its name ends in random digits, because trackio identifies runs by their names alone."""
 
-    def __init__(self, watched: Watched, project: str, group: str | None, space: str | None, artifact: bool) -> None:
+    def __init__(
+        self, watched: Watched, *, project: str = "headstart", group: str | None = None, space: str | None = None, artifact: bool = True
+    ) -> None:
+        """``space``: a Space of Hugging Face, NAME or OWNER/NAME; None: TRACKIO_SPACE_ID, else a local file. ``artifact``: upload the
+        report and the exported folder. Raises UserError.
+        """
         try:
             import trackio
         except ImportError:
@@ -59,7 +54,7 @@ class TrackioRun:
             self._made("speculator", "model", sorted(result.speculator.iterdir()) if result.speculator.is_dir() else [])
 
     def _made(self, what: str, kind: str, paths: Sequence[Path]) -> None:
-        made = self.trackio.Artifact(re.sub(r"[^\w.-]", "-", f"{self.watched.name}-{what}", flags=re.ASCII)[-128:], type=kind)
+        made = self.trackio.Artifact(artifact_name(f"{self.watched.name}-{what}"), type=kind)
         for path in paths:
             made.add_file(str(path))
         if paths:
@@ -68,3 +63,6 @@ class TrackioRun:
     def close(self) -> None:
         """Wait until everything is written or sent."""
         self.run.finish()
+
+
+open = TrackioRun

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import netrc
 import os
-import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from urllib.parse import urlparse
 from headstart.heads.errors import UserError
 from headstart.inference.reports.examples import COLUMNS
 from headstart.trainers.metrics import BEST
-from headstart.trainers.sinks import Input, Result, Watched
+from headstart.trainers.sinks import Input, Result, Watched, artifact_name
 
 
 def open(
@@ -98,7 +97,7 @@ class WandbRun:
         """Record an input of the run. Only its digests and settings are sent; its files are referenced, not uploaded."""
         import wandb
 
-        made = wandb.Artifact(_name(f"{given.kind}-{given.name}"), type=given.kind, metadata={"places": list(given.places)})
+        made = wandb.Artifact(artifact_name(f"{given.kind}-{given.name}"), type=given.kind, metadata={"places": list(given.places)})
         with made.new_file("about.json") as file:  # so another content is another version, wherever it lies
             json.dump(given.about, file, indent=2, sort_keys=True, default=str)
         for i, place in enumerate(map(Path, given.places)):
@@ -112,7 +111,7 @@ class WandbRun:
     def _made(self, what: str, paths: Iterable[Path], kind: str = "", **about: Any) -> None:
         import wandb
 
-        made = wandb.Artifact(_name(f"{self.name}-{what}"), type=kind or what, **about)
+        made = wandb.Artifact(artifact_name(f"{self.name}-{what}"), type=kind or what, **about)
         for path in paths:
             made.add_dir(str(path)) if path.is_dir() else made.add_file(str(path))
         if made.manifest.entries:
@@ -121,11 +120,6 @@ class WandbRun:
     def close(self) -> None:
         """Wait until everything is sent, or stored if offline."""
         self.wandb.finish()
-
-
-def _name(text: str) -> str:
-    """A valid name of an artifact: allowed characters only, at most 128."""
-    return re.sub(r"[^\w.-]", "-", text, flags=re.ASCII)[-128:]
 
 
 def logged_in() -> bool:

@@ -141,6 +141,12 @@ def test_a_talk_that_would_cross_the_turn_of_a_longrope_target_is_cut_or_ends(tm
         (talk,), made = line.made[PLAIN]["talks"], line.made[PLAIN]
         assert (made["cut"], made["left_out"], len(talk)) == ((1, 0, 1) if cut else (0, 1, 0))
         assert not cut or talk[0]["tokens"] == generate(TARGET(), None, words().ask(long[0].turns, [])[NEW - 20 :], new_tokens=NEW).tokens
+    with pytest.raises(UserError, match=rf"prompt 1 \({size} tokens\) does not fit the target's context of 20 with {NEW} new tokens"):
+        suite.fitting(long, words(), TARGET(), NEW, "error", "FILE")
+    beyond = Question(2, "a", "a", ["the cat sat on the mat " * 3, "the cat sat on the mat " * 6])
+    for turns, fits in ((beyond.turns, False), (beyond.turns[1:], True)):
+        found, _ = suite.fitting([Question(3, "a", "a", ["mat"]), beyond._replace(turns=turns)], words(), TARGET(), NEW, "skip", "FILE")
+        assert [q.name for q in found] == [3, 2][: 1 + fits], "its first turn would cross it"
 
 
 # ---- files ----
