@@ -149,9 +149,11 @@ def capture(
 def settings_of(
     packed: Packed, target: Reader, taps: Collection[int], storage: str, held_out: Packed | None, rows_per_shard: int | None
 ) -> Index:
-    """The settings that all processes of a capture share. A folder is recognised by them."""
+    """The settings that all processes of a capture share. A folder is recognised by them. Raises UserError for an unknown ``storage``."""
     rows, length = len(packed), packed.batch(slice(0, 1)).tokens_BT.shape[1]
     layers, hidden, kept = target.shape.layers, target.shape.hidden_size, sorted({*taps})
+    if storage not in STORAGES:
+        raise UserError(f"storage must be one of {', '.join(STORAGES)}, found {storage!r}")
     if rows_per_shard is None:
         rows_per_shard = max(1, min(ROWS, BYTES // bytes_of(STORAGES[storage], hidden, len(own_taps(kept, layers)), length, length)))
     return {

@@ -10,8 +10,6 @@ from headstart.data.rows import file_rows, parsed
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.decode import longest
 from headstart.inference.decoding.info import TargetInfo
-from headstart.inference.decoding.stored import StoredTarget
-from headstart.inference.decoding.target import rotations
 from headstart.inference.serving.text import BadRow, asking, conversation, ids, text_of
 
 NAMED = 100  # a message names at most so many of the prompts that do not fit
@@ -42,16 +40,6 @@ class Size(NamedTuple):
         return self.tokens + new_tokens <= self.most
 
 
-def most_tokens(target: TargetInfo, tokens: int) -> int:
-    """``decode.longest``, also of a target whose layers are not loaded: where that one turns stands in its config."""
-    if not isinstance(target, StoredTarget):
-        opened: Any = target
-        return longest(opened, tokens)
-    long = (rope for rope in rotations(target.files.model.config.get_text_config()) if rope.get("rope_type") == "longrope")
-    turn = next((int(rope["original_max_position_embeddings"]) for rope in long), 0)
-    return turn if tokens <= turn else target.shape.max_positions
-
-
 def fitting(
     path: str, count: int | None, target: TargetInfo, new_tokens: int, on_long: str, *, keys: tuple[str, str, str]
 ) -> list[list[int]]:
@@ -62,7 +50,7 @@ def fitting(
     key, new, setting = keys
     found, sizes, long = list[list[int]](), list[Size](), list[Size]()
     for prompt in _read(path, target.tokenizer, key):
-        size = Size(prompt["id"], len(prompt["tokens"]), most_tokens(target, len(prompt["tokens"])))
+        size = Size(prompt["id"], len(prompt["tokens"]), longest(target, len(prompt["tokens"])))
         if on_long == "skip" and not size.fits(new_tokens):
             long.append(size)
         else:
@@ -89,7 +77,7 @@ def check_prompts(prompts: Sequence[Sequence[int]], new_tokens: int, target: Tar
     """Raises UserError if a run has no prompts to decode, or if some do not fit the target's context with ``new_tokens`` more tokens."""
     if not prompts:
         raise UserError("there are no prompts to decode: raise decode.prompts, lower decode.new_tokens, or give more data")
-    sizes = [Size(f"number {i}", len(prompt), most_tokens(target, len(prompt))) for i, prompt in enumerate(prompts, 1)]
+    sizes = [Size(f"number {i}", len(prompt), longest(target, len(prompt))) for i, prompt in enumerate(prompts, 1)]
     check_sizes(sizes, new_tokens, "decode.new_tokens")
 
 

@@ -31,9 +31,9 @@ from headstart.data.batch import TargetBatch, TokenBatch
 from headstart.data.live import announced, look
 from headstart.data.pack import pack
 from headstart.data.packed import Document, Documents, Packed, sizes_of
-from headstart.data.prompts import most_tokens
 from headstart.data.rows import file_path, is_dataset, is_there
 from headstart.heads.errors import UserError
+from headstart.inference.decoding.decode import longest
 from headstart.inference.decoding.info import TargetInfo
 from headstart.inference.decoding.target import Target
 
@@ -256,7 +256,7 @@ def beginnings(target: Target, held: list[Document], count: int, new: int) -> li
     is continued. Prompts that leave no room for ``new`` tokens are skipped, and a line gives their number.
     """
     prompts = [d.tokens[:n].tolist() for d in held if (n := int(d.loss_mask.argmax()))]
-    fitting = [prompt for prompt in prompts if len(prompt) + new <= most_tokens(target, len(prompt))]
+    fitting = [prompt for prompt in prompts if len(prompt) + new <= longest(target, len(prompt))]
     if long := len(prompts) - len(fitting):
         say(f"{long} of {len(prompts)} held-out prompts passed over: too long for the target's context with {new} new tokens")
     return fitting[:count]

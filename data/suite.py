@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from headstart.data.prompts import Size, check_sizes, most_tokens, say_skipped
+from headstart.data.prompts import Size, check_sizes, say_skipped
 from headstart.data.rows import Row, file_rows, hub_rows, parsed
 from headstart.heads.errors import UserError, first_line
+from headstart.inference.decoding.decode import longest
 from headstart.inference.decoding.info import TargetInfo
 from headstart.inference.reports.evaluate import ALL, Question, Words
 from headstart.inference.serving.text import BadRow, Messages, Reader, asking, conversation, ids, in_history, render, spoken, text_of
@@ -119,9 +120,7 @@ def fitting(
     if new_tokens >= limit:
         raise UserError(f"new_tokens={new_tokens} leave no room for a prompt in the target's context of {limit}")
     lengths = [[len(words.ask(q.turns[: i + 1], [""] * i)) + i * new_tokens for i in range(len(q.turns))] for q in found]
-    sizes = [
-        _worst([Size(str(q.name), n, most_tokens(target, n)) for n in each], new_tokens) for q, each in zip(found, lengths, strict=True)
-    ]
+    sizes = [_worst([Size(str(q.name), n, longest(target, n)) for n in each], new_tokens) for q, each in zip(found, lengths, strict=True)]
     if on_long == "error":
         check_sizes(sizes, new_tokens, "new_tokens", ", or on_long=skip or cut")
     kept = [i for i, size in enumerate(sizes) if size.fits(new_tokens) or on_long == "cut"]

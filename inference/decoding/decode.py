@@ -22,6 +22,7 @@ from headstart.heads.errors import UserError
 from headstart.inference.decoding.auto import WORTH, Auto, Pace, Past, auto_of, key_of, known_of
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.counter_rng import CounterRNG
+from headstart.inference.decoding.info import TargetInfo
 from headstart.inference.decoding.policy import MOST_READS, TreePolicy
 from headstart.inference.decoding.propose import Proposer
 from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams, hold_stops, wide
@@ -90,7 +91,7 @@ def check_prompt(target: Target, prompt: Sequence[int], new_tokens: int) -> None
         raise UserError(f"the prompt holds token {wrong}, the target's vocabulary has {target.shape.vocab_size}")
 
 
-def longest(target: Target, tokens: int) -> int:
+def longest(target: TargetInfo, tokens: int) -> int:
     """The most tokens that a sequence can have whose prompt has ``tokens``: the target's context, or its turn, which none may cross."""
     return target.turn if target.turn and tokens <= target.turn else target.shape.max_positions
 

@@ -30,6 +30,20 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 FEW = 64  # so many first values of every parameter go into the fingerprint
 
 
+def rotations(config: Any) -> list[dict[str, Any]]:
+    """A transformers config's ``rope_parameters``: one entry for each kind of layer where kinds rotate differently (gemma3), else one."""
+    found = getattr(config, "rope_parameters", None) or {}
+    return [each for each in found.values() if isinstance(each, dict)] or [dict(found)]
+
+
+def turn_of(config: Any) -> int | None:
+    """The length in tokens above which a target with longrope takes other rotations: a sequence that crosses it would have to be read again
+    from its start. None for every other target. ``config``: transformers' config of the text model.
+    """
+    long = (rope for rope in rotations(config) if rope.get("rope_type") == "longrope")
+    return next((int(rope["original_max_position_embeddings"]) for rope in long), None)
+
+
 class TargetInfo(ABC):
     """A target as drafters need it: to be built for it, attached to it, saved with its card and checked against it."""
 
@@ -41,6 +55,11 @@ class TargetInfo(ABC):
     dtype: torch.dtype
     shared: Any = False  # whether the layers are sharded over several processes
     apart = False  # whether each of these processes reads rows of its own (``Target.read_apart``)
+
+    @property
+    @abstractmethod
+    def turn(self) -> int | None:
+        """Where its rope turns: see ``turn_of``."""
 
     @abstractmethod
     def opened(self) -> Target:

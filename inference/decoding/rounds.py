@@ -25,10 +25,11 @@ from headstart.inference.decoding.capture import Captured, Graphs, say_eager
 from headstart.inference.decoding.counter_rng import CounterRNG
 from headstart.inference.decoding.fixed import FixedMemory
 from headstart.inference.decoding.growth import grow
+from headstart.inference.decoding.info import rotations
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.said import Said, likeliest
 from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams, columns, hold_stops, settings_of, wide
-from headstart.inference.decoding.target import Target, rotations
+from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
 from headstart.inference.decoding.verify import choose, rule_of, seen_rows
 
@@ -284,11 +285,10 @@ class Rounds:
     def snapshot(self) -> Any:
         """Save the state of all sequences. Returns a function that restores it."""
         state = [self.cache.kept_B, self.memory.kept_B, self.token_B, self.waiting_B, self.read_BA, self.chosen_BA, *self.states.values()]
-        state += [self.seen_BV] if self.seen_BV is not None else []
-        before = [x.clone() for x in state]
+        saved = [(x, x.clone()) for x in [*state, *([] if self.seen_BV is None else [self.seen_BV])]]
 
         def put_back() -> None:
-            for x, old in zip(state, before, strict=True):
+            for x, old in saved:
                 x.copy_(old)
 
         return put_back

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from headstart.heads.errors import UserError, first_line
 from headstart.heads.kinds import check_kinds
 from headstart.heads.stored import INDEX, model_files, shards
-from headstart.inference.decoding.info import DTYPES, FEW, TargetInfo, ends_of, loading, shape_of
+from headstart.inference.decoding.info import DTYPES, FEW, TargetInfo, ends_of, loading, shape_of, turn_of
 from headstart.inference.decoding.placement import check_device, check_folder, hub_answers, is_shared
 from headstart.inference.decoding.target import Target
 
@@ -62,6 +62,10 @@ class StoredTarget(TargetInfo):
             raise
         except Exception as e:  # unexpected files, or another version of transformers: loading the model gives a better error
             raise NotStored(f"{type(e).__name__}, {first_line(e)}") from e
+
+    @property
+    def turn(self) -> int | None:
+        return turn_of(self.files.model.config.get_text_config())
 
     def opened(self) -> Target:
         if not self._opened:

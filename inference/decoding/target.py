@@ -28,7 +28,7 @@ from headstart.heads.lm import Backbone, stack_of
 from headstart.heads.memory import Memory, Passing, Slots
 from headstart.heads.prepack import prepack_beside
 from headstart.heads.visibility import CausalSees, ChainSees, Sees
-from headstart.inference.decoding.info import DTYPES, FEW, TargetInfo, ends_of, loading, scaled_head, shape_of
+from headstart.inference.decoding.info import DTYPES, FEW, TargetInfo, ends_of, loading, scaled_head, shape_of, turn_of
 from headstart.inference.decoding.mend import mend_scales
 from headstart.inference.decoding.placement import check_device, check_folder, hub_answers, multiplies_bf16, placement, tensor_size
 
@@ -44,12 +44,6 @@ def _whole(x: Any) -> Tensor:
 def _documents(positions_BT: Tensor) -> Tensor:
     """The number of each token's document in its row: one begins wherever the positions restart."""
     return torch.nn.functional.pad((positions_BT[:, 1:] != positions_BT[:, :-1] + 1).cumsum(1), (1, 0))
-
-
-def rotations(config: Any) -> list[dict[str, Any]]:
-    """A transformers config's ``rope_parameters``: one entry for each kind of layer where kinds rotate differently (gemma3), else one."""
-    found = getattr(config, "rope_parameters", None) or {}
-    return [each for each in found.values() if isinstance(each, dict)] or [dict(found)]
 
 
 class Target(TargetInfo):
@@ -116,11 +110,7 @@ class Target(TargetInfo):
 
     @property
     def turn(self) -> int | None:
-        """The length in tokens above which a target with longrope takes other rotations: a sequence that crosses it would have to be read
-        again from its start. None for every other target.
-        """
-        long = (rope for rope in rotations(self.config) if rope.get("rope_type") == "longrope")
-        return next((rope["original_max_position_embeddings"] for rope in long), None)
+        return turn_of(self.config)
 
     @property
     def shared(self) -> bool:

@@ -14,7 +14,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from headstart.data import plain, regenerate, regenerated, source
-from headstart.data.prompts import Size, check_prompts, check_sizes, fitting, most_tokens
+from headstart.data.prompts import Size, check_prompts, check_sizes, fitting
 from headstart.data.source import find, open_source
 from headstart.door import infer
 from headstart.heads.errors import UserError
@@ -113,7 +113,7 @@ def test_no_prompt_may_cross_the_turn_of_a_longrope_target(asked: str, target: A
     assert [len(p) for p in fitting(asked, None, target, 11, "skip", keys=KEYS)] == [10, 12]
     assert "skipped 3 of 5 prompts, too long for the target's context of 24 with 11 new tokens: q1, q3, q4" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"prompt q4 .14 tokens. does not fit the target's context of 24 with 11 new .* to 10 or less, "):
-        check_sizes([Size(f"q{n - 10}", n, most_tokens(target, n)) for n in (10, 12, 14, 400)], 11, "decode.new_tokens")
+        check_sizes([Size(f"q{n - 10}", n, longest(target, n)) for n in (10, 12, 14, 400)], 11, "decode.new_tokens")
     check_prompts([[1] * 12, [1] * 30], 12, target)
     with pytest.raises(UserError, match=r"prompt number 1 .13 tokens. does not fit the target's context of 24 with 12 new tokens"):
         check_prompts([[1] * 13, [1] * 30], 12, target)
@@ -128,7 +128,7 @@ def test_a_target_that_is_not_loaded_says_where_it_turns(tmp_path: Path) -> None
         stored = read_target(given)
         assert isinstance(stored, StoredTarget)
         for tokens in (20, 64, 65):
-            assert most_tokens(stored, tokens) == longest(stored.opened(), tokens) == (most if tokens <= 64 else 512)
+            assert longest(stored, tokens) == longest(stored.opened(), tokens) == (most if tokens <= 64 else 512)
 
 
 def test_a_report_and_tuning_take_on_long(asked: str, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
