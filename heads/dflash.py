@@ -159,13 +159,12 @@ class Dflash(Drafter):
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
         """Read the roots into memory and fill the blocks of those in ``ask``, some at a time. The state of a draft is its whole block."""
         rows = Beside(memory)
-        states = [roots.states[tap] for tap in self.taps]
-        for i, (k, v) in enumerate(self._context(states, self.rope(roots.positions_BT))):
+        for i, (k, v) in enumerate(self._context([roots.states[tap] for tap in self.taps], self.rope(roots.positions_BT))):
             rows.write(i, k, v)
         ask_BA = asked(ask, roots)
         tokens_BA = roots.chosen_BT.gather(1, ask_BA)
         first_BA = roots.positions_BT.gather(1, ask_BA) + 1
-        anchor_BAD = self.ends.embed(tokens_BA).to(states[0].dtype)
+        anchor_BAD = self.ends.embed(tokens_BA).to(v.dtype)  # under autocast not that of the states
         state = []
         for ask_Ba, anchor_BaD, first_Ba in zip(*map(blocks_of, (ask_BA, anchor_BAD, first_BA)), strict=True):
             state.append(self._fill(anchor_BaD, first_Ba, rows, self._rules(sees, ask_Ba)))

@@ -278,6 +278,16 @@ def test_asked_roots_are_the_same_as_all_of_them(name: str) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("name", BACKBONE)
+def test_blocks_are_in_half_precision_under_autocast(name: str) -> None:
+    """Although the states are in fp32: the residual stream of all slots is most of what training keeps."""
+    drafter, roots, *_ = case(name)
+    with torch.autocast("cpu", torch.bfloat16):
+        draft = unroll(drafter, roots, None, 1)[0]
+    assert {x.dtype for x in roots.states.values()} == {torch.float32} and draft.state.dtype == torch.bfloat16
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("name", BLOCKS)
 def test_memory_keeps_roots_alone(name: str) -> None:
     drafter, roots, *_ = case(name)
