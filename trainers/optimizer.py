@@ -52,9 +52,9 @@ def open_optimizers(
     trained = [p for p in drafter.parameters() if p.requires_grad]
     embeddings = {id(m.weight) for m in drafter.modules() if isinstance(m, nn.Embedding)}
     heads = {id(b) for d in range(1, (drafter.max_depth or 1) + 1) for b in drafter.unembedding(d).blocks} - embeddings
-    hidden = {id(p) for p in trained if muon and p.ndim == 2} - embeddings - heads  # the matrices that Muon updates
-    rest = [p for p in trained if id(p) not in hidden]
     scales = {id(getattr(m, name)) for m in drafter.modules() for name in getattr(m, "scales", ())}  # several vectors in one tensor
+    hidden = {id(p) for p in trained if muon and p.ndim == 2} - embeddings - heads - scales  # the matrices that Muon updates
+    rest = [p for p in trained if id(p) not in hidden]
     vectors = {id(p) for p in rest if p.ndim <= 1} | scales
     slow = 0.3 * lr if muon else lr
     groups = [

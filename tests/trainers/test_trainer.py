@@ -177,8 +177,9 @@ def test_schedules():
 def test_muon_moves_the_matrices_inside_and_adamw_all_the_rest(name, target):
     drafter = quiet(name, target)
     trained = {id(p): p for p in drafter.parameters() if p.requires_grad}
-    # a base kernel: scales of channels, side by side, which decay would pull away from 1
-    vectors = {id(p) for key, p in drafter.named_parameters() if p.ndim <= 1 or key.endswith("base_kernel")}
+    # a base kernel: scales of channels, side by side, which decay would pull away from 1; fusion weights: what weighs a state, each
+    scales = ("base_kernel", "layer_fusion_weights")
+    vectors = {id(p) for key, p in drafter.named_parameters() if p.ndim <= 1 or key.endswith(scales)}
     for kind in ("adamw", "muon"):
         optimizers = open_optimizers(drafter, kind, 1e-3, (0.9, 0.95), 0.01)
         groups = [g for x in optimizers for g in x.param_groups]
@@ -186,5 +187,5 @@ def test_muon_moves_the_matrices_inside_and_adamw_all_the_rest(name, target):
         assert all((g["weight_decay"] == 0) == (id(p) in vectors) for g in groups for p in g["params"])
     outer = [p for g in optimizers[0].param_groups for p in g["params"]]
     vocabulary = target.shape.vocab_size
-    assert len(optimizers) == 2 and all(p.ndim != 2 or p.shape[0] == vocabulary for p in outer)
+    assert len(optimizers) == 2 and all(p.ndim != 2 or p.shape[0] == vocabulary or id(p) in vectors for p in outer)
     assert not any(p is b for p in optimizers[1].param_groups[0]["params"] for b in drafter.unembedding(1).blocks)
