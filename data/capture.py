@@ -149,13 +149,18 @@ def capture(
 def settings_of(
     packed: Packed, target: Reader, taps: Collection[int], storage: str, held_out: Packed | None, rows_per_shard: int | None
 ) -> Index:
-    """The settings that all processes of a capture share. A folder is recognised by them. Raises UserError for an unknown ``storage``."""
+    """The settings that all processes of a capture share. A folder is recognised by them.
+
+    Raises UserError for an unknown ``storage`` and for ``rows_per_shard`` below 1.
+    """
     rows, length = len(packed), packed.batch(slice(0, 1)).tokens_BT.shape[1]
     layers, hidden, kept = target.shape.layers, target.shape.hidden_size, sorted({*taps})
     if storage not in STORAGES:
         raise UserError(f"storage must be one of {', '.join(STORAGES)}, found {storage!r}")
     if rows_per_shard is None:
         rows_per_shard = max(1, min(ROWS, BYTES // bytes_of(STORAGES[storage], hidden, len(own_taps(kept, layers)), length, length)))
+    if rows_per_shard < 1:
+        raise UserError(f"rows_per_shard={rows_per_shard}: choose 1 or more")
     return {
         "version": indexes.VERSION, "target": target.fingerprint, "taps": kept, "layers": layers, "length": length, "hidden": hidden,
         "dtype": STORAGES[storage].name, "rows": rows, "rows_per_shard": rows_per_shard, "data": packed.digest(),
