@@ -53,7 +53,7 @@ docs: install $(TYPES) ## the documentation as pages, build/docs/index.html
 	$(PY) docs/pictures.py
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
 
-figures: install ## README's table of all drafters, from one run (about 45 minutes)
+figures: install ## README's table of all drafters, from one run (about an hour and a half)
 	$(PY) benchmarks/drafters.py
 
 clean: ## remove what tools and builds left (runs/ and the virtual environment stay)
