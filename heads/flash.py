@@ -1,5 +1,5 @@
-"""Direct calls of torch's flash attention kernels, below ``scaled_dot_product_attention``. Only there they return their log-sum-exp, take
-heads that share keys and values without copies, and compute many documents in one launch.
+"""Direct calls of flash attention: of torch's kernels, below ``scaled_dot_product_attention`` (only there they return their log-sum-exp,
+take heads that share keys and values without copies, and compute many documents in one launch), and of our own on a CPU.
 
 Shape suffixes: B batch, h attention heads, g key-value heads (h is a multiple), N rows, M rows in memory, d head size.
 """
@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+
+from headstart.heads import native_flash
 
 Cuts = tuple[int, ...]  # borders of documents in the flattened rows [B * N], including 0 and B * N
 
@@ -37,6 +39,8 @@ def flash(
     ``cuts``: rows see only their own document; None: each row of the batch is one document. With ``causal`` or ``cuts``, N must equal M.
     ``scale``: factor on the scores; None: 1 / sqrt(d).
     """
+    if causal and native_flash.takes(q):
+        return native_flash.attend(q, k, v, cuts or _whole(q), q.shape[-1] ** -0.5 if scale is None else scale)
     if q.device.type == "cpu":
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         if cuts is None or len(cuts) == len(q) + 1:  # there are no other borders than those of the batch's rows
@@ -56,6 +60,9 @@ def flash_backward(
     """Gradients of q, k and v for causal attention, in their shapes. ``out`` and ``lse`` may come from a softmax over more keys
     than these.
     """
+    if native_flash.takes(q):
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        return native_flash.attend_backward(grad, q, k, v, out, lse, cuts or _whole(q), scale)
     if q.device.type == "cpu":
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         if cuts is None or len(cuts) == len(q) + 1:  # there are no other borders than those of the batch's rows
@@ -107,9 +114,14 @@ def _heads(x: Tensor, batch: int) -> Tensor:
     return x.unflatten(0, (batch, -1)).transpose(1, 2)
 
 
+def _whole(x: Tensor) -> Cuts:
+    """The borders of the batch's rows."""
+    return tuple(range(0, len(x) * x.shape[2] + 1, x.shape[2]))
+
+
 def _borders(q: Tensor, k: Tensor, cuts: Cuts | None) -> tuple[Tensor, Tensor, int, int]:
     """(borders of queries, borders of keys, length of the longest document in each), as the kernels take them."""
-    found = [cuts or tuple(range(0, len(x) * x.shape[2] + 1, x.shape[2])) for x in (q, k)]
+    found = [cuts or _whole(x) for x in (q, k)]
     longest = [max(j - i for i, j in zip(some, some[1:], strict=False)) for some in found]
     on_device = [_on(some, q.device) for some in found]
     return on_device[0], on_device[1], longest[0], longest[1]

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "native_attention.h"
+#include "native_flash.h"
 #include "native_products.h"
 
 struct Layer {  // as ``_Layer`` of heads/native.py
@@ -162,15 +163,17 @@ template <class T, class W, class K> static void stack(const Layer* const* layer
     void stack_##name(const Layer* const* layers, const Call* c) {                                                                   \
         c->memory_wide ? stack<T, W, float>(layers, *c) : stack<T, W, T>(layers, *c);                                                \
     }
-#define OFFER_NORM(name, T)                                                                                                          \
+#define OFFER_PLAIN(name, T)                                                                                                         \
     void norm_##name(const T* x, const T* w, T* y, long rows, long size, double eps) {                                               \
         for (long r = 0; r < rows; r++) normed(x + r * size, w, eps, size, y + r * size);                                            \
-    }
+    }                                                                                                                                \
+    void flash_##name(const Flash* c) { by_heads(*c, flash_head<T>); }                                                               \
+    void flash_backward_##name(const Flash* c) { by_heads(*c, flash_backward_head<T>); }
 
 extern "C" {
 OFFER(fp32, float, float)
 OFFER(half, float, bf16)
 OFFER(bf16, bf16, bf16)
-OFFER_NORM(fp32, float)
-OFFER_NORM(bf16, bf16)
+OFFER_PLAIN(fp32, float)
+OFFER_PLAIN(bf16, bf16)
 }

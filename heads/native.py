@@ -1,7 +1,7 @@
 """Products and decoder layers of few rows on a CPU, in C++ (heads/native.cpp), which is compiled for this processor when first needed.
 
-It takes a C++ compiler (g++) and some seconds, once: the library is kept in the cache folder. Where there is none, or it fails, decoding
-goes on with torch's operations, and says so once.
+It takes a C++ compiler (g++) and some seconds, once: the library is kept in the cache folder. Where there is none, or it fails, torch's
+operations are taken, and the log says so once. (The attention of training is there too: heads/native_flash.py.)
 
 Shape suffixes: B batch, N rows of any kind, V rows of a matrix, H its columns (the width of an input), d head size.
 """
@@ -19,13 +19,15 @@ import subprocess
 import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from headstart.heads.files import cache_folder
-from headstart.heads.memory import Room
+
+if TYPE_CHECKING:
+    from headstart.heads.memory import Room
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +59,7 @@ def searched() -> ctypes.CDLL | Unavailable:
     try:
         return _right(_open(_compiled()))
     except (Unavailable, OSError) as e:
-        log.warning("decoding on this CPU goes on with torch's operations, which are slower than our own (heads/native.cpp): %s", e)
+        log.warning("this CPU goes on with torch's operations, which are slower than our own (heads/native.cpp): %s", e)
         return Unavailable(str(e))
 
 
