@@ -123,7 +123,7 @@ class Loss(Group):
     detach: bool
     constants: dict[str, dict[str, Count | AtLeast0]] = {}
     chunk: Whole
-    kernel: Literal["auto", "torch", "triton"]
+    kernel: Literal["auto", "torch", "triton", "native"]
     on_policy: OnPolicy | None
 
     @model_validator(mode="after")

@@ -13,6 +13,7 @@
 
 #include "native_attention.h"
 #include "native_flash.h"
+#include "native_loss.h"
 #include "native_products.h"
 
 struct Layer {  // as ``_Layer`` of heads/native.py
@@ -168,7 +169,12 @@ template <class T, class W, class K> static void stack(const Layer* const* layer
         for (long r = 0; r < rows; r++) normed(x + r * size, w, eps, size, y + r * size);                                            \
     }                                                                                                                                \
     void flash_##name(const Flash* c) { by_heads(*c, flash_head<T>); }                                                               \
-    void flash_backward_##name(const Flash* c) { by_heads(*c, flash_backward_head<T>); }
+    void flash_backward_##name(const Flash* c) { by_heads(*c, flash_backward_head<T>); }                                             \
+    void look_##name(const T* x, long row, long rows, long V, float* lse, int64_t* best, long threads) {                             \
+        look(x, row, rows, V, lse, best, threads);                                                                                   \
+    }                                                                                                                                \
+    void judge_##name##_fp32(const Judge* j) { judge<T, float>(*j); }                                                                \
+    void judge_##name##_bf16(const Judge* j) { judge<T, bf16>(*j); }
 
 extern "C" {
 OFFER(fp32, float, float)

@@ -79,11 +79,6 @@ struct Head {
     long seen(long row) const { return up(row + TALL, WIDE); }  // behind the last key whose score the tile of rows at ``row`` has
 };
 
-static const Ints COUNT = [] {
-    Ints found{};
-    for (long i = 0; i < LANES; i++) found[i] = i;
-    return found;
-}();
 // Numbers of the keys m, m + 1, .. that a query sees, else ``other``.
 static inline Vec seen(Vec x, long m, long query, float other) {
     return m + LANES <= query + 1 ? x : COUNT + int(m) <= int(query) + Ints{} ? x : all(other);

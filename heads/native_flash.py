@@ -1,5 +1,7 @@
 """Causal flash attention of training on a CPU, in C++ (heads/native_flash.h).
 
+Both passes are operations of torch, so that they are counted (trainers/operations.py) and stand in traces.
+
 Shape suffixes: B batch, h attention heads, g key-value heads (h is a multiple), N rows, d head size.
 """
 
@@ -51,7 +53,7 @@ def _right() -> bool:
     if native.library() is None:
         return False
     q, k, v, grad = torch.sin(torch.arange(4 * 2 * 70 * 20, dtype=torch.float64)).view(4, 1, 2, 70, 20)
-    with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         exact = [x.requires_grad_() for x in (q, k, v)]
         scores = (q @ k.mT).masked_fill(torch.ones(70, 70).triu(1).bool(), -torch.inf)
         expected = scores.softmax(-1) @ v
@@ -65,6 +67,7 @@ def _right() -> bool:
     return False
 
 
+@torch.library.custom_op("headstart::causal_flash", mutates_args=(), device_types="cpu")
 def attend(q: Tensor, k: Tensor, v: Tensor, cuts: Sequence[int], scale: float) -> tuple[Tensor, Tensor]:
     """The output, [B, h, N, d], and the log-sum-exp, [B, h, N] in fp32, of ``q`` [B, h, N, d] over ``k`` and ``v`` [B, g, N, d]. ``cuts``:
     borders of documents in the flattened rows, those of the batch's rows among them.
@@ -75,6 +78,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, cuts: Sequence[int], scale: float) -
     return out, lse
 
 
+@torch.library.custom_op("headstart::causal_flash_backward", mutates_args=(), device_types="cpu")
 def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cuts: Sequence[int], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -22,6 +22,12 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 
+static const Ints COUNT = [] {  // 0, 1, ..
+    Ints found{};
+    for (long i = 0; i < LANES; i++) found[i] = i;
+    return found;
+}();
+
 struct bf16 {
     uint16_t bits;
 };

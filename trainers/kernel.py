@@ -17,14 +17,16 @@ Shape suffixes: C positions that the target judges, R draft rows, V vocabulary o
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from headstart.trainers.divergences.teacher import row_of
+from headstart.trainers.terms import Judged, Weights
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # triton reads it at import, too
 BLOCK = 4096  # numbers of a row that are processed together
@@ -138,24 +140,6 @@ def _judge(  # type: ignore[no-untyped-def]
             tl.store(logits + at, grad.to(logits.dtype.element_ty), mask=at < V)
 
 
-class Weights(NamedTuple):
-    """The weights of the divergences that the kernel knows, and their constants."""
-
-    kl: float = 0.0
-    tv: float = 0.0
-    lk_alpha: float = 0.0
-    lk_hybrid: float = 0.0
-    eta: float = 3.0
-    ce: float = 0.0
-    data_ce: float = 0.0
-
-    @classmethod
-    def of(cls, terms: Mapping[str, float], constants: Mapping[str, Mapping[str, float]] | None) -> Weights:
-        """From ``loss.terms`` and ``loss.constants``, which trainers/terms.py has checked."""
-        eta = (constants or {}).get("lk_hybrid", {}).get("eta", 3.0)
-        return cls(**{name: float(weight) for name, weight in terms.items()}, eta=float(eta))
-
-
 @dataclass
 class Said:
     """The target's logits at C positions with the statistics that the kernel needs."""
@@ -181,19 +165,9 @@ class Said:
             with torch.cuda.device_of(logits_CW):  # triton launches on the current device
                 _look[(C,)](logits_CW, logits_CW.stride(0), ids, *out, W, V, *how, num_warps=8)
         if ids_V is not None:
-            row_W = torch.full((W,), -1, dtype=torch.int64, device=ids_V.device)
-            row_W[ids_V] = torch.arange(V, device=ids_V.device)
+            row_W = row_of(ids_V, W)
             return cls(logits_CW, ids_V, lse_C, mass_C, entropy_C, row_W[best_C], row_W[data_C])
         return cls(logits_CW, ids_V, lse_C, mass_C, entropy_C, best_C, data_C)
-
-
-class Judged(NamedTuple):
-    """Loss and figures of each row of drafts."""
-
-    loss_R: Tensor  # weighted
-    alpha_R: Tensor  # acceptance probability at temperature 1
-    true_R: Tensor  # the drafter's probability of the token in the data; 0 where it lacks that token
-    match_R: Tensor  # bool: the drafter's most likely token is the target's
 
 
 def judge(logits_RV: Tensor, said: Said, place_R: Tensor, weight_R: Tensor, weights: Weights, grad: bool) -> Judged:

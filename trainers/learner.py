@@ -39,7 +39,7 @@ class Learner(nn.Module):
 
     ``depth``: guesses per root; drafters with a fixed number of depths use theirs. ``terms``: loss term -> weight (trainers/terms.py).
     ``weighting``: a factor of a (root, depth) pair's weight beside ``decay``^(depth-1). ``constants``: of terms and weighting, where they
-    are not the defaults. ``chunk``: the most rows of draft logits at a time. ``kernel``: computes the loss: "torch", "triton" or "auto".
+    are not the defaults. ``chunk``: the most rows of draft logits at a time. ``kernel``: see ``terms.kernel_of``.
     ``base_until``: during this share of the training the loss is a mean of the full loss and of that of the guesses without their
     correction, whose weight falls from 1 to 0 (2605.29707: the backbone learns first). The term ``base`` adds the latter with a weight that
     stays. ``detach``: see ``unroll``. ``on_policy``: see trainers/on_policy.py. Raises UserError for an unknown term, weighting or

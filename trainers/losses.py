@@ -12,9 +12,9 @@ hidden, C positions of a chunk, R draft rows of a chunk, S positions of a strip,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +27,9 @@ from headstart.trainers.chunks import Chunk, chunks, guesses_of, strip_of
 from headstart.trainers.divergences import Divergence, Teacher, nll, overlap
 from headstart.trainers.products import Known, add, fill, times
 from headstart.trainers.selector import Selection
-from headstart.trainers.terms import Constants, kernel_of, term, weighting_of
+from headstart.trainers.terms import Constants, Weights, kernel_of, term, weighting_of
 
+KERNELS = {"triton": "headstart.trainers.kernel", "native": "headstart.trainers.native_kernel"}
 KEPT = 30 << 20  # bytes; blocks above 32 MiB no longer raise glibc's trim threshold (see _Sums)
 
 
@@ -73,7 +74,7 @@ def fused_loss(
     (trainers/terms.py). ``constants`` belong to terms and weighting. At most ``chunk`` rows of draft logits exist at a time (at least
     K; on a GPU more, see chunks.guesses_of). The forward pass computes the gradients and keeps them until ``backward``, which can run
     once. Weights that require no gradient (the target's head) get none. ``figures=False`` skips what is only logged (matches,
-    acceptance), a tenth of a step. ``kernel="triton"``: trainers/kernel.py, which knows some terms; "auto": where it can be.
+    acceptance), a tenth of a step in torch. ``kernel``: see ``terms.kernel_of``.
     Where an unembedding has candidates, ``terms`` judge its uncorrected logits, and trainers/selector.py judges how the candidates are
     ordered, with the weight ``selector``. Raises UserError for an unknown term, weighting or constant.
     """
@@ -90,7 +91,7 @@ def fused_loss(
         ends = replace(ends, head_VD=ends.head_VD.to(final_BTD.dtype), times=times)  # cast once, not in every chunk
     # x[p+1], the token in the data that the teacher at p predicts
     data_P = F.pad(tokens_BT[:, 1:], (0, 1)).flatten()
-    by = kernel_of(kernel, terms, device)
+    by = kernel_of(kernel, terms, device, (_dtype_of(hidden[0]), final_BTD.dtype))
 
     def walk(sums: _Sums) -> LossOut:
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
@@ -100,20 +101,17 @@ def fused_loss(
 
     if weigh is not None and torch.is_grad_enabled():
         # the weight of a guess depends on the other depths of its root, which lie in other chunks: a first pass without gradients
-        shape, no_terms = tokens_BT.shape, _in_kernel(by, {}, constants)
-        looked = walk(_Sums([h.detach() for h in hidden], unembeddings, parts, shape, [], 0.0, weight_KP, True, ask_BA, no_terms))
+        shape, no_terms = tokens_BT.shape, Weights.of({}, constants)
+        looked = walk(_Sums([h.detach() for h in hidden], unembeddings, parts, shape, [], 0.0, weight_KP, True, ask_BA, by, no_terms))
         weight_KP = weight_KP * weigh(looked.alpha_KBT, looked.true_KBT, supervised_KBT.to(device)).flatten(1)
-    in_kernel = _in_kernel(by, terms, constants)
-    return walk(_Sums(hidden, unembeddings, parts, tokens_BT.shape, weighed, selector, weight_KP, figures, ask_BA, in_kernel))
+    in_kernel = None if by == "torch" else Weights.of(terms, constants)
+    return walk(_Sums(hidden, unembeddings, parts, tokens_BT.shape, weighed, selector, weight_KP, figures, ask_BA, by, in_kernel))
 
 
-def _in_kernel(by: str, terms: Mapping[str, float], constants: Constants) -> Any:
-    """The terms as trainers/kernel.py takes them; None where torch computes the loss."""
-    if by == "torch":
-        return None
-    from headstart.trainers.kernel import Weights
-
-    return Weights.of(terms, constants)
+def _dtype_of(hidden: Tensor) -> torch.dtype:
+    """Of the draft logits."""
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
 class _Sums:
@@ -130,12 +128,14 @@ class _Sums:
         weight_KP: Tensor,
         figures: bool,
         ask_BA: Tensor | None,
-        in_kernel: Any,
+        by: str,
+        in_kernel: Weights | None,
     ) -> None:
-        """``in_kernel``: the same terms as ``kernel.Weights``, if trainers/kernel.py computes the loss; else None."""
+        """``by``: what computes the loss (``terms.kernel_of``); ``in_kernel``: the same terms, as the kernels take them."""
         self.hidden, self.terms, self.weight_KP, self.figures, self.in_kernel = hidden, terms, weight_KP, figures, in_kernel
+        self.kernel = None if by == "torch" else importlib.import_module(KERNELS[by])
         self.shape, self.selector, device = shape, selector, hidden[0].device
-        self.dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else hidden[0].dtype
+        self.dtype = _dtype_of(hidden[0])
         # of each root its row in ``hidden``, -1 where it has none; None, and for depths of every root: the rows are the roots
         self.row_P: Tensor | None = None
         self.asked = shape[1] if ask_BA is None else ask_BA.shape[1]
@@ -188,7 +188,7 @@ class _Sums:
                     logits_RV.addmm_(part_RH, self.cast[id(block)].T)
             logits |= zip(depths, logits_RV.split([chunk.counts_K[k] for k in depths]), strict=True)
             products.append((unembedding, depths, parts, logits_RV, selection))
-        judge = self._in_strips if self.in_kernel is None else self._in_a_kernel
+        judge = self._in_strips if self.kernel is None else self._in_a_kernel
         judge(chunk, said_CV, data_C, roots, places, logits)
         for unembedding, depths, parts, grad_RV, selection in products:
             done = list[Tensor]()
@@ -202,13 +202,12 @@ class _Sums:
     def _in_a_kernel(
         self, chunk: Chunk, said_CV: Tensor, data_C: Tensor, roots: Sequence[Tensor], places: Sequence[Tensor], logits: dict[int, Tensor]
     ) -> None:
-        from headstart.trainers.kernel import Said, judge
-
-        said = {key: Said.of(said_CV, data_C, ids_V) for key, ids_V in self.vocabularies.items()}
+        assert self.kernel is not None
+        said = {key: self.kernel.Said.of(said_CV, data_C, ids_V) for key, ids_V in self.vocabularies.items()}
         for unembedding, depths in self.groups.values():
             for k in depths:
                 about = (said[id(unembedding.ids_V)], places[k], self.weight_KP[k, roots[k]], self.in_kernel, self.grad)
-                loss_R, alpha_R, true_R, match_R = judge(logits[k], *about)
+                loss_R, alpha_R, true_R, match_R = self.kernel.judge(logits[k], *about)
                 self.loss_K[k] += loss_R.sum()
                 for kept_KP, own_R in ((self.alpha_KP, alpha_R), (self.true_KP, true_R), (self.match_KP, match_R)):
                     kept_KP[k, roots[k]] = own_R.to(kept_KP.dtype)

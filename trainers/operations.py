@@ -9,12 +9,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import addmm_flop, flop_registry, sdpa_backward_flop, sdpa_flop
 
+from headstart.heads import native_flash
 from headstart.heads.unembedding import Unembedding
 
 _OWN: dict[Any, Callable[..., int]] = {  # operations for which torch has no formula
     torch.ops.aten.addmm_: addmm_flop,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
+    native_flash.attend._opoverload._overloadpacket: sdpa_flop,
+    native_flash.attend_backward._opoverload._overloadpacket: sdpa_backward_flop,
 }
 
 

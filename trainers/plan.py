@@ -216,7 +216,7 @@ def _count(arm: Settings, model: Any, shape: TargetShape, trainer: Settings, hal
     weights = sum(x.numel() * x.element_size() for x in {id(x): x for x in [*drafter.parameters(), *drafter.buffers()]}.values())
     heads = {id(b): b for d in range(1, (drafter.max_depth or 1) + 1) for b in drafter.unembedding(d).blocks}.values()
     learnt = sum(b.numel() for b in heads if b.requires_grad)
-    strip = 1 if in_kernel(loss["kernel"], loss["terms"], device) else strip_of(device)  # the kernel keeps strips in registers
+    strip = 1 if in_kernel(loss["kernel"], loss["terms"], device) else strip_of(device)  # a kernel keeps strips in registers
     places, chunk = min(trainer["batch_size"] * trainer["length"], rows), guesses_of(loss["chunk"], depth, vocab, device)
     buffers = _loss(chunk, places, rows, depth, vocab, shape.vocab_size, half, strip)
     buffers += (2 if half else 4) * rows * hidden + 2 * half * sum(b.numel() for b in heads)  # gradients of hidden states; heads as bf16

@@ -1,6 +1,6 @@
 """The parts of a loss, by name: divergences, the terms beside them, and the weightings of guesses.
 
-Shape suffixes: K depths, B batch, T positions.
+Shape suffixes: K depths, B batch, T positions, R draft rows.
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from headstart.heads import native
 from headstart.heads.errors import UserError
 from headstart.heads.kernels.launch import launches
 from headstart.trainers.divergences import Divergence, find, names
@@ -49,8 +50,37 @@ def dpace(alpha_KBT: Tensor, true_KBT: Tensor, supervised_KBT: Tensor, a: float 
     return weight_KBT * (supervised_KBT.sum() / weight_KBT.sum().clamp(min=1e-12))
 
 
-IN_KERNEL = ("kl", "tv", "lk_alpha", "lk_hybrid", "ce", "data_ce")  # terms that trainers/kernel.py knows
 WEIGHTINGS: dict[str, Weighting | None] = {"decay": None, "dpace": dpace, "chain": chain}
+
+
+class Weights(NamedTuple):
+    """The weights of the divergences that the kernels know (trainers/kernel.py, native_kernel.py), and their constants."""
+
+    kl: float = 0.0
+    tv: float = 0.0
+    lk_alpha: float = 0.0
+    lk_hybrid: float = 0.0
+    eta: float = 3.0
+    ce: float = 0.0
+    data_ce: float = 0.0
+
+    @classmethod
+    def of(cls, terms: Mapping[str, float], constants: Constants) -> Weights:
+        """From ``loss.terms`` and ``loss.constants``, which are checked."""
+        eta = (constants or {}).get("lk_hybrid", {}).get("eta", 3.0)
+        return cls(**{name: float(weight) for name, weight in terms.items()}, eta=float(eta))
+
+
+class Judged(NamedTuple):
+    """Loss and figures of each row of drafts."""
+
+    loss_R: Tensor  # weighted
+    alpha_R: Tensor  # acceptance probability at temperature 1
+    true_R: Tensor  # the drafter's probability of the token in the data; 0 where it lacks that token
+    match_R: Tensor  # bool: the drafter's most likely token is the target's
+
+
+IN_KERNEL = tuple(name for name in Weights._fields if name != "eta")
 
 
 def term(name: str, constants: Constants = None) -> Divergence:
@@ -84,27 +114,43 @@ def check_loss(terms: Collection[str], weighting: str, constants: Constants) -> 
     weighting_of(weighting, constants)
 
 
-def kernel_of(kernel: str, terms: Collection[str], device: torch.device) -> str:
-    """By what the loss is computed: torch or triton."""
-    return "triton" if kernel == "triton" or (in_kernel(kernel, terms, device) and launches(device)) else "torch"
+def kernel_of(kernel: str, terms: Collection[str], device: torch.device, dtypes: Collection[torch.dtype]) -> str:
+    """By what the loss is computed: torch, triton (trainers/kernel.py) or native (trainers/native_kernel.py). With ``loss.kernel=auto`` the
+    kernel for this device, if it knows all terms and the ``dtypes`` of the logits and can be had.
+    """
+    if kernel != "auto":
+        return kernel
+    if not in_kernel(kernel, terms, device):
+        return "torch"
+    if device.type == "cuda":
+        return "triton" if launches(device) else "torch"
+    from headstart.trainers import native_kernel
+
+    return "native" if all(dtype in native.DTYPES for dtype in dtypes) and native_kernel.right() else "torch"
 
 
 def in_kernel(kernel: str, terms: Collection[str], device: torch.device) -> bool:
-    """Whether trainers/kernel.py computes the loss, if it can be launched: where it is asked for, and for ``loss.kernel=auto`` on a GPU,
-    if it knows all terms.
-    """
-    return kernel == "triton" or (kernel == "auto" and device.type == "cuda" and not _not_in_kernel(terms))
+    """Whether a kernel computes the loss, if it can be had: where it is asked for, and for ``loss.kernel=auto`` if it knows all terms."""
+    return kernel not in ("auto", "torch") or (kernel == "auto" and device.type in ("cuda", "cpu") and not _not_in_kernel(terms))
 
 
 def check_kernel(kernel: str, terms: Collection[str], device: torch.device | None = None) -> None:
-    """Raises UserError if ``loss.kernel=triton`` is chosen but cannot be used: an unknown term, no triton, or no GPU. ``device``: the
-    drafter's, once it is known.
+    """Raises UserError if ``loss.kernel`` asks for one that cannot be used: an unknown term, no triton or no C++ compiler, or another
+    device. ``device``: the drafter's, once it is known.
     """
     if kernel in ("torch", "auto"):
         return
     instead = "take loss.kernel=torch"
     if other := _not_in_kernel(terms):
         raise UserError(f"loss.kernel={kernel} knows {', '.join(IN_KERNEL)}, not {other[0]}: {instead}")
+    if kernel == "native":
+        if device is not None and device.type != "cpu":
+            raise UserError(f"loss.kernel=native is for CPUs, the drafter is on {device.type}: {instead}")
+        from headstart.trainers import native_kernel
+
+        if not native_kernel.right():
+            raise UserError(f"loss.kernel=native cannot be had ({native.searched()}): {instead}")
+        return
     try:
         from headstart.trainers.kernel import INTERPRETED
     except ImportError:
@@ -114,7 +160,7 @@ def check_kernel(kernel: str, terms: Collection[str], device: torch.device | Non
 
 
 def _not_in_kernel(terms: Collection[str]) -> list[str]:
-    """The divergences among ``terms`` that trainers/kernel.py does not know."""
+    """The divergences among ``terms`` that the kernels do not know."""
     return [name for name in terms if name not in (*IN_KERNEL, *BESIDE)]
 
 

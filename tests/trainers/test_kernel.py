@@ -9,6 +9,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from headstart.heads.unembedding import Unembedding
 from headstart.trainers.divergences import Teacher, find, overlap
 from headstart.trainers.learner import Learner
 from headstart.trainers.losses import LossOut, fused_loss
-from headstart.trainers.terms import IN_KERNEL, check_kernel
+from headstart.trainers.terms import IN_KERNEL, Weights, check_kernel
 from tests.drafters import make
 from tests.tiny_targets import tiny_target
 from tests.trainers.conftest import ROOT
@@ -53,10 +54,10 @@ def test_where_it_cannot_be_had_it_is_said() -> None:
     assert set(ALL) == set(IN_KERNEL)
 
 
-def in_kernel(case: Case, terms: dict[str, float], chunk: int, figures: bool = True, weighting: str = "decay") -> LossOut:
+def in_kernel(case: Case, terms: dict[str, float], chunk: int, weighting: str = "decay", kernel: str = "triton") -> LossOut:
     unembeddings = [Unembedding(case.weights[k % len(case.weights)], case.ids) for k in range(K)]
     target = (case.batch.final_BTD, case.ends, case.batch.tokens_BT, case.supervised, terms, DECAY, chunk)
-    return fused_loss(case.hidden, unembeddings, *target, figures=figures, weighting=weighting, kernel="triton")
+    return fused_loss(case.hidden, unembeddings, *target, weighting=weighting, kernel=kernel)
 
 
 @interpreted
@@ -92,20 +93,25 @@ def test_heads_and_weightings(heads: str, weighting: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("trimmed", [False, True])
 def test_lower_precision_rounds_no_more_than_the_chunked_form(dtype: torch.dtype, trimmed: bool) -> None:
-    """Logits in ``dtype``, against float64 made from the same logits."""
-    from headstart.trainers.kernel import Said, Weights, judge
+    from headstart.trainers import kernel
 
+    rounds_once(kernel, dtype, dtype, trimmed)
+
+
+def rounds_once(kernel: Any, dtype: torch.dtype, said_dtype: torch.dtype, trimmed: bool) -> None:
+    """``kernel`` on logits in ``dtype`` and the target's in ``said_dtype``, against float64 made from the same logits."""
     generator, R, W = torch.Generator().manual_seed(0), 12, 700
     ids_V = torch.arange(0, W, 3) if trimmed else None
     V = W if ids_V is None else len(ids_V)
     logits_RV, said_CW = ((4 * torch.randn(n, m, generator=generator)).to(dtype) for n, m in ((R, V), (5, W)))
+    said_CW = said_CW.to(said_dtype)
     place_R, data_C, weight_R = torch.arange(R) % 5, torch.arange(5) * 30, torch.rand(R, generator=generator)
     exact = logits_RV.double().requires_grad_()
     teacher = Teacher.of(said_CW.double().log_softmax(-1), data_C, ids_V).at(place_R)
     log_q = exact.log_softmax(-1)
     loss_R = weight_R.double() * sum(weight * find(name)(log_q, teacher) for name, weight in ALL.items())
     (grad,) = torch.autograd.grad(loss_R.sum(), exact)
-    made = judge(logits_RV, Said.of(said_CW, data_C, ids_V), place_R, weight_R, Weights.of(ALL, None), True)
+    made = kernel.judge(logits_RV, kernel.Said.of(said_CW, data_C, ids_V), place_R, weight_R, Weights.of(ALL, None), True)
     torch.testing.assert_close(made.loss_R.double(), loss_R.detach(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(made.alpha_R.double(), overlap(log_q.detach(), teacher), rtol=1e-5, atol=1e-6)
     assert made.match_R.equal(exact.argmax(-1) == teacher.best_C)
@@ -114,30 +120,40 @@ def test_lower_precision_rounds_no_more_than_the_chunked_form(dtype: torch.dtype
 
 @interpreted
 def test_constants_and_edges() -> None:
-    """Probabilities that are 0, and far from each other; another constant; no row at all."""
-    from headstart.trainers.kernel import Said, Weights, judge
+    from headstart.trainers import kernel
 
-    logits_RV = torch.tensor([[0.0, 0.0, -torch.inf], [800.0, 0.0, -800.0], [1.0, 1.0, 1.0]], dtype=torch.float64)
-    said_CW = torch.tensor([[0.0, 0.0, -torch.inf], [-800.0, 0.0, 800.0], [2.0, -torch.inf, 2.0]], dtype=torch.float64)
+    edges(kernel, torch.float64)
+
+
+def edges(kernel: Any, dtype: torch.dtype) -> None:
+    """Probabilities that are 0, and far from each other; another constant; no row at all."""
+    logits_RV = torch.tensor([[0.0, 0.0, -torch.inf], [800.0, 0.0, -800.0], [1.0, 1.0, 1.0]], dtype=dtype)
+    said_CW = torch.tensor([[0.0, 0.0, -torch.inf], [-800.0, 0.0, 800.0], [2.0, -torch.inf, 2.0]], dtype=dtype)
     data_C, rows = torch.tensor([0, 1, 2]), torch.arange(3)
     exact = logits_RV.clone().requires_grad_()
-    loss_R = find("lk_hybrid")(exact.log_softmax(-1).clamp(min=-1e300), Teacher.of(said_CW.log_softmax(-1), data_C, None), eta=0.5)
+    loss_R = find("lk_hybrid")(
+        exact.log_softmax(-1).clamp(min=torch.finfo(dtype).min / 2), Teacher.of(said_CW.log_softmax(-1), data_C, None), eta=0.5
+    )
     (grad,) = torch.autograd.grad(loss_R.sum(), exact)
     weights = Weights.of({"lk_hybrid": 1.0}, {"lk_hybrid": {"eta": 0.5}})
-    made = judge(logits_RV, Said.of(said_CW, data_C, None), rows, torch.ones(3, dtype=torch.float64), weights, True)
+    made = kernel.judge(logits_RV, kernel.Said.of(said_CW, data_C, None), rows, torch.ones(3, dtype=dtype), weights, True)
     torch.testing.assert_close(made.loss_R, loss_R.detach())
     assert logits_RV.isfinite().all()
     torch.testing.assert_close(logits_RV[2], grad[2])
-    nothing = Said.of(said_CW[:0], data_C[:0], None)
-    assert len(judge(logits_RV[:0], nothing, rows[:0], torch.zeros(0), weights, True).loss_R) == 0
+    nothing = kernel.Said.of(said_CW[:0], data_C[:0], None)
+    assert len(kernel.judge(logits_RV[:0], nothing, rows[:0], torch.zeros(0), weights, True).loss_R) == 0
 
 
 @interpreted
 @pytest.mark.parametrize("name", ["eagle", "medusa"])
 def test_a_learner_with_it_is_the_one_without(name: str) -> None:
+    learns_the_same(name, "triton")
+
+
+def learns_the_same(name: str, other: str) -> None:
     """A drafter's gradients, its loss and its figures."""
     target, made = tiny_target(), []
-    for kernel in ("torch", "triton"):
+    for kernel in ("torch", other):
         drafter = make(name, target).train()
         learner = Learner(drafter, **LOSS | {"kernel": kernel, "terms": {"kl": 1.0, "tv": 0.5}})
         batch = look(repetitive().batch(slice(0, 1)), target, drafter.taps)

@@ -25,9 +25,8 @@ class Teacher:
         """
         best_C = log_p_CV.argmax(-1)
         if ids_V is not None:
-            row_V = torch.full_like(log_p_CV[0], -1, dtype=torch.int64)  # target id -> index into V
-            row_V[ids_V] = torch.arange(len(ids_V), device=ids_V.device)
-            log_p_CV, best_C, data_C = log_p_CV[:, ids_V], row_V[best_C], row_V[data_C]
+            row_W = row_of(ids_V, log_p_CV.shape[1])
+            log_p_CV, best_C, data_C = log_p_CV[:, ids_V], row_W[best_C], row_W[data_C]
         p_CV = log_p_CV.exp()
         log_p_CV = log_p_CV.clamp_(min=torch.finfo(log_p_CV.dtype).min)
         return cls(p_CV, log_p_CV, -torch.linalg.vecdot(p_CV, log_p_CV), best_C, data_C)
@@ -35,6 +34,13 @@ class Teacher:
     def at(self, rows_R: Tensor) -> Teacher:
         """The teacher of R draft rows: row r is judged at position ``rows_R[r]`` of C."""
         return Teacher(*(x[rows_R] for x in vars(self).values()))
+
+
+def row_of(ids_V: Tensor, size: int) -> Tensor:
+    """Of each of the target's ``size`` tokens its index into V, the drafter's vocabulary; -1 where the drafter lacks it."""
+    row_W = torch.full((size,), -1, device=ids_V.device)
+    row_W[ids_V] = torch.arange(len(ids_V), device=ids_V.device)
+    return row_W
 
 
 def overlap(log_q_RV: Tensor, teacher: Teacher) -> Tensor:

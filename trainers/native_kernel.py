@@ -1,0 +1,93 @@
+"""The divergences of ``loss.kernel=native``: on a CPU the loss of a row of draft logits, in C++ (heads/native_loss.h), which overwrites the
+logits with the gradient. Formulas as in trainers/kernel.py; sums are fp32.
+
+Shape suffixes: C positions that the target judges, R draft rows, V vocabulary of the drafter, W vocabulary of the target.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headstart.heads import native
+from headstart.trainers.divergences import Teacher, find
+from headstart.trainers.divergences.teacher import row_of
+from headstart.trainers.terms import Judged, Weights
+
+log = logging.getLogger(__name__)
+
+
+class _Judge(ctypes.Structure):
+    """``Judge`` of heads/native_loss.h."""
+
+    _fields_ = [
+        *((name, native.POINTER) for name in ("logits", "said", "place", "best", "data", "lse", "weight")),
+        *((name, native.POINTER) for name in ("loss", "alpha", "truth", "match")),
+        *((name, native.LONG) for name in ("rows", "V", "logits_row", "said_row", "grad", "threads")),
+        *((name, native.DOUBLE) for name in Weights._fields),
+    ]
+
+
+@dataclass
+class Said:
+    """The target's logits at C positions with the statistics that the loss needs."""
+
+    logits_CV: Tensor  # of the drafter's tokens
+    lse_C: Tensor  # log-sum-exp over W
+    best_C: Tensor  # index into V of the most likely token, or -1
+    data_C: Tensor  # index into V of the token in the data, or -1
+
+    @classmethod
+    def of(cls, logits_CW: Tensor, data_C: Tensor, ids_V: Tensor | None) -> Said:
+        """From the target's logits and the tokens of the data (target ids). ``ids_V``: target ids of the drafter's tokens; None: all."""
+        C, W = logits_CW.shape
+        logits_CW = logits_CW.contiguous()
+        lse_C, best_C = torch.empty(C), torch.empty(C, dtype=torch.int64)
+        look = getattr(native.library(), f"look_{native.DTYPES[logits_CW.dtype]}")
+        look.argtypes = [native.POINTER, *[native.LONG] * 3, *[native.POINTER] * 2, native.LONG]
+        look(logits_CW.data_ptr(), W, C, W, lse_C.data_ptr(), best_C.data_ptr(), torch.get_num_threads())
+        if ids_V is None:
+            return cls(logits_CW, lse_C, best_C, data_C.contiguous())
+        row_W = row_of(ids_V, W)
+        return cls(logits_CW[:, ids_V], lse_C, row_W[best_C], row_W[data_C])
+
+
+def judge(logits_RV: Tensor, said: Said, place_R: Tensor, weight_R: Tensor, weights: Weights, grad: bool) -> Judged:
+    """Judge the draft logits [R, V]: row r by position ``place_R[r]`` of ``said``, with weight ``weight_R[r]``. With ``grad`` the gradient
+    of the summed losses overwrites the logits.
+    """
+    (R, V), kinds = logits_RV.shape, native.DTYPES
+    loss_R, alpha_R, true_R = torch.empty(3, R)
+    match_R = torch.empty(R, dtype=torch.int8)
+    read = [logits_RV, said.logits_CV, place_R.contiguous(), said.best_C, said.data_C, said.lse_C, weight_R.float().contiguous()]
+    sizes = R, V, logits_RV.stride(0), said.logits_CV.stride(0), grad, torch.get_num_threads()
+    about = _Judge(*[x.data_ptr() for x in (*read, loss_R, alpha_R, true_R, match_R)], *sizes, *weights)
+    getattr(native.library(), f"judge_{kinds[logits_RV.dtype]}_{kinds[said.logits_CV.dtype]}")(ctypes.byref(about))
+    return Judged(loss_R, alpha_R, true_R, match_R.bool())
+
+
+@functools.cache
+def right() -> bool:
+    """Whether there is a library that computes what torch does in float64."""
+    if native.library() is None:
+        return False
+    with torch.inference_mode(False), torch.enable_grad():
+        exact, said_CW = (f(torch.arange(37, dtype=torch.float64))[None] for f in (torch.sin, torch.cos))
+        data_C, log_q = torch.tensor([3]), exact.requires_grad_().log_softmax(-1)
+        teacher = Teacher.of(said_CW.log_softmax(-1), data_C, None)
+        loss_R = torch.stack([find(name)(log_q, teacher) for name in ("kl", "lk_hybrid", "data_ce")]).sum(0)
+        (grad_RV,) = torch.autograd.grad(loss_R, exact)
+        logits_RV, said = exact.detach().float(), Said.of(said_CW.float(), data_C, None)
+    weights = Weights.of({"kl": 1.0, "lk_hybrid": 1.0, "data_ce": 1.0}, None)
+    made = judge(logits_RV, said, torch.tensor([0]), torch.ones(1), weights, True)
+    if all(torch.allclose(a.double(), b, rtol=0, atol=1e-4) for a, b in ((made.loss_R, loss_R.detach()), (logits_RV, grad_RV))):
+        return True
+    log.warning(
+        "what the compiler made of heads/native_loss.h computes wrongly: the loss is computed by torch's operations, which are slower"
+    )
+    return False
