@@ -376,7 +376,7 @@ def test_where_they_cannot_be_launched_it_is_said_once(caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING):
         assert not launches(torch.device("cpu")) and not launches(torch.device("cpu"))
     assert [m for m in caplog.messages if "cannot be launched on cpu" in m] == caplog.messages and len(caplog.messages) == 1
-    assert kernel_of("auto", ["kl"], torch.device("cpu")) == kernel_of("auto", ["jsd"], torch.device("cuda")) == "torch"
+    assert kernel_of("auto", ["kl"], torch.device("meta"), ()) == kernel_of("auto", ["jsd"], torch.device("cuda"), ()) == "torch"
     assert in_kernel("auto", ["kl", "feature"], torch.device("cuda")) and not in_kernel("torch", ["kl"], torch.device("cuda"))
 
 

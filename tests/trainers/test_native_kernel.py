@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headstart.heads import native
 from headstart.heads.errors import UserError
-from headstart.trainers import native_kernel
+from headstart.trainers import native_kernel, terms
 from headstart.trainers.terms import IN_KERNEL, Weights, check_kernel, kernel_of
 from tests.trainers.test_kernel import ALL, edges, in_kernel, learns_the_same, rounds_once
 from tests.trainers.test_losses import IDS, Case
@@ -83,6 +83,9 @@ def test_which_computes_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernel_of("auto", {"kl": 1.0}, cpu, both) == "native" and kernel_of("torch", {"kl": 1.0}, cpu, both) == "torch"
     assert kernel_of("auto", {"kl": 1.0}, cpu, (torch.float64,)) == kernel_of("auto", {"jsd": 1.0}, cpu, both) == "torch"
     assert kernel_of("auto", {"kl": 1.0}, meta, both) == "torch"
+    for launched, by in ((True, "triton"), (False, "torch")):
+        monkeypatch.setattr(terms, "launches", lambda device, launched=launched: launched)
+        assert kernel_of("auto", {"kl": 1.0}, torch.device("cuda"), both) == by
     check_kernel("native", {"kl": 1.0, "feature": 1.0}, cpu)
     with pytest.raises(UserError, match=r"loss\.kernel=native knows kl, tv, .*, not jsd: take loss\.kernel=torch"):
         check_kernel("native", {"jsd": 1.0})

@@ -32,7 +32,7 @@ def logits(target: Target, text: Sequence[int], rows: int = 0) -> torch.Tensor:
     """Behind a text, read whole, or its last ``rows`` tokens in a pass of their own."""
     tokens = torch.tensor(text)
     if not rows:
-        return target.model(tokens[None]).logits[0, -1].double()
+        return target.logits(target.read(tokens[None], torch.arange(len(text))[None], ())[1])[0, -1].double()
     context = Context(target, (), len(text))
     context.read(tokens[:-rows])
     context.keep(len(text) - rows)
