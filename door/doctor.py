@@ -90,7 +90,9 @@ def _processor() -> Iterator[Finding]:
     slow = "; it does not multiply bf16 itself: training reads a target several times as fast with target.dtype=float32"
     yield Finding("ok", "processor", said + ("" if fast or torch.cuda.is_available() else slow))
     if isinstance(found := native.searched(), native.Unavailable):
-        yield Finding("note", "decoding", f"on the CPU it goes on with torch's operations, which are slower than our own: {found}")
+        yield Finding(
+            "note", "decoding", f"on the CPU it goes on with torch's operations, and training too, which are slower than our own: {found}"
+        )
         return
     over = {name: orders.panels_over_others(orders.measured(torch.randn(512, 512).to(d))) for d, name in native.DTYPES.items()}
     said = " and ".join(f"{share:.2f} in {name}" for name, share in over.items())

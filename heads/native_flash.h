@@ -1,8 +1,8 @@
 // Causal flash attention over documents (2205.14135) and its gradients, for training on a CPU.
 //
-// A thread computes one head of one document (or of the output a piece of it, where there are fewer heads than threads): its keys and
-// values, widened to fp32, stay in the thread's caches, and so do the scores of some queries at a time. Scores that a query does not see
-// are not computed, but for the rest of a tile. All sums are in fp32, in an order that does not depend on threads.
+// A thread computes one head of one document (or of the output a piece of it, where there are fewer heads than threads), some queries at a
+// time, whose scores stay in its caches; keys and values are widened to fp32 once. Scores that a query does not see are not computed, but
+// for the rest of a tile. All sums are in fp32, in an order that does not depend on threads.
 #pragma once
 
 #include "native_products.h"
@@ -11,6 +11,15 @@ constexpr long TALL = LANES == 16 ? 8 : 4;  // rows of a tile: with two vectors 
 constexpr long WIDE = 2 * LANES;            // columns of a tile
 constexpr long SOME = 64;                   // queries at a time
 constexpr long NEAR = 512;                  // keys at a time in the backward pass: two squares of numbers stay in the near cache
+
+// Numbers that a thread keeps between documents; more are given back.
+struct Room {
+    std::vector<float>& of;
+    Room(std::vector<float>& kept, long size) : of(kept) { of.resize(std::max<size_t>(of.size(), size)); }
+    ~Room() {
+        if (of.size() > (4 << 20)) std::vector<float>().swap(of);
+    }
+};
 
 struct View {  // of [B, h, N, d], the last dimension without gaps
     void* at;
@@ -85,10 +94,10 @@ static inline Vec seen(Vec x, long m, long query, float other) {
 }
 
 template <class T> static void flash_head(const Flash& c, const Head& x, long piece) {
-    static thread_local std::vector<float> room;
+    static thread_local std::vector<float> kept;
     const long line = x.keys + LANES;
-    room.resize(std::max<size_t>(room.size(), (3 * x.keys + 2 * SOME) * x.wide + SOME * line));
-    float *keys = room.data(), *values = keys + x.keys * x.wide, *tiles = values + x.keys * x.wide, *q = tiles + x.keys * x.wide;
+    Room room(kept, (3 * x.keys + 2 * SOME) * x.wide + SOME * line);
+    float *keys = kept.data(), *values = keys + x.keys * x.wide, *tiles = values + x.keys * x.wide, *q = tiles + x.keys * x.wide;
     float *out = q + SOME * x.wide, *scores = out + SOME * x.wide;
     widen(c.k.of<T>(x.b, x.g, x.first), c.k.row, x.M, x.keys, x.d, x.wide, 1.0f, keys);
     widen(c.v.of<T>(x.b, x.g, x.first), c.v.row, x.M, x.keys, x.d, x.wide, 1.0f, values);
@@ -123,10 +132,10 @@ template <class T> static void flash_head(const Flash& c, const Head& x, long pi
 }
 
 template <class T> static void flash_backward_head(const Flash& c, const Head& x, long) {
-    static thread_local std::vector<float> room;
-    room.resize(std::max<size_t>(room.size(), (6 * x.keys + 3 * SOME) * x.wide + 2 * SOME * (x.line + 1)));
+    static thread_local std::vector<float> kept;
+    Room room(kept, (6 * x.keys + 3 * SOME) * x.wide + 2 * SOME * (x.line + 1));
     const long all_keys = x.keys * x.wide, some = SOME * x.wide;
-    float *keys = room.data(), *key_tiles = keys + all_keys, *values = key_tiles + all_keys, *value_tiles = values + all_keys;
+    float *keys = kept.data(), *key_tiles = keys + all_keys, *values = key_tiles + all_keys, *value_tiles = values + all_keys;
     float *dk = value_tiles + all_keys, *dv = dk + all_keys, *q = dv + all_keys, *grad = q + some, *dq = grad + some;
     float *lse = dq + some, *delta = lse + SOME, *p = delta + SOME, *ds = p + SOME * x.line;
     widen(c.k.of<T>(x.b, x.g, x.first), c.k.row, x.M, x.keys, x.d, x.wide, 1.0f, keys);

@@ -41,8 +41,10 @@ class _Flash(ctypes.Structure):
 
 def takes(q: Tensor) -> bool:
     """Whether these queries are computed here. Wide heads in bfloat16 are not: torch has the processor multiply bfloat16, which is as fast
-    from 128 on. A tensor of a subclass may have no values.
+    from 128 on. A tensor of a subclass may have no values, and torch.compile cannot follow.
     """
+    if torch.compiler.is_compiling():
+        return False
     known = q.dtype == torch.float32 or (q.dtype == torch.bfloat16 and q.shape[-1] <= 64)
     return known and q.device.type == "cpu" and type(q) is Tensor and _right()
 
@@ -103,14 +105,16 @@ def _like(q: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _call(what: str, cuts: Sequence[int], scale: float, lse: Tensor, pieces: bool = False, **views: Tensor) -> None:
     """``pieces``: a head may be computed by several threads."""
-    q, k = views["q"], views["k"]
+    q, k, v = views["q"], views["k"], views["v"]
+    if not (q.dtype == k.dtype == v.dtype and k.shape == v.shape and q.shape[2:] == k.shape[2:]):
+        raise RuntimeError(f"attention of {tuple(q.shape)} over {tuple(k.shape)} and {tuple(v.shape)}, {q.dtype}, {k.dtype}, {v.dtype}")
     rows, spans = q.shape[2], []
     for start, stop in zip(cuts, cuts[1:], strict=False):
         b = start // rows
         spans.append((b, start - b * rows, stop - b * rows))
-    documents = torch.tensor(spans)
+    documents = torch.tensor(spans, dtype=torch.int64, device="cpu")
     structs = [_View(x.data_ptr(), *x.stride()[:3]) if (x := views.get(name)) is not None else _View() for name in VIEWS]
     threads = torch.get_num_threads()
-    sizes = len(spans), q.shape[1], k.shape[1], rows, q.shape[3], threads, -(-threads // (len(spans) * q.shape[1])) if pieces else 1
+    sizes = len(spans), q.shape[1], k.shape[1], rows, q.shape[3], threads, -(-threads // max(len(spans) * q.shape[1], 1)) if pieces else 1
     about = _Flash(*structs, lse.data_ptr(), documents.data_ptr(), *sizes, scale)
     getattr(native.library(), f"{what}_{native.DTYPES[q.dtype]}")(ctypes.byref(about))

@@ -5,7 +5,8 @@
 
 struct Judge {  // as ``_Judge`` of trainers/native_kernel.py
     void* logits;                  // [rows, V]: the gradient overwrites them
-    const void* said;              // the target's logits of the drafter's tokens, [C, V]
+    const void* said;              // the target's logits, [C, W]
+    const int64_t* ids;            // [V], into W: the drafter's tokens; null: all
     const int64_t *place, *best, *data;  // [rows], into C; [C], into V or -1: the target's most likely token, and the one in the data
     const float *lse, *weight;     // [C], over the target's whole vocabulary; [rows]
     float *loss, *alpha, *truth;   // [rows]
@@ -17,6 +18,15 @@ struct Judge {  // as ``_Judge`` of trainers/native_kernel.py
 // Numbers of a row, and ``other`` behind its end.
 template <class T> static inline Vec within(const T* x, long v, long V, float other) {
     return v + LANES <= V ? load(x + v) : COUNT < int(V - v) + Ints{} ? load(x + v, V - v) : all(other);
+}
+static inline float one(const float* x) { return *x; }
+static inline float one(const bf16* x) { return load(x, 1)[0]; }
+// The same of the numbers at ``ids``, where there are any.
+template <class T> static inline Vec within(const T* x, const int64_t* ids, long v, long V, float other) {
+    if (!ids) return within(x, v, V, other);
+    float some[LANES];
+    for (long i = 0; i < LANES; i++) some[i] = v + i < V ? one(x + ids[v + i]) : other;
+    return load(some);
 }
 static inline float highest(Vec x) {
     float most = x[0];
@@ -31,6 +41,7 @@ template <class T> static float largest(const T* x, long V, int64_t* best) {
         high = high > y ? high : y;
     }
     const float most = highest(high);
+    if (best) *best = 0;  // of numbers that are no numbers none is equal to it
     for (long v = 0; best && v < V; v += LANES) {
         const Ints equal = within(x, v, V, -INFINITY) == all(most);
         for (long i = 0; i < LANES; i++)
@@ -53,7 +64,7 @@ template <class T> static void look(const T* said, long row, long rows, long V, 
 
 template <class T, class S> static void judge_row(const Judge& j, long r) {
     static thread_local std::vector<float> room;
-    const long V = j.V, wide = (V + LANES - 1) / LANES * LANES, c = j.place[r], best = j.best[c], data = j.data[c];
+    const long V = j.V, wide = (V + LANES - 1) / LANES * LANES, c = j.place[r], best = j.best[c], data = j.data[c] < V ? j.data[c] : -1;
     room.resize(std::max<size_t>(room.size(), 2 * wide));
     float *q = room.data(), *p = q + wide;
     T* x = (T*)j.logits + r * j.logits_row;
@@ -67,18 +78,20 @@ template <class T, class S> static void judge_row(const Judge& j, long r) {
     }
     const float all_q = total(sum), lse_q = most + std::log(all_q), share = 1.0f / all_q;
     for (long v = 0; v < V; v += LANES) {
-        const Vec log_p = within(said, v, V, -INFINITY) - lse_p, log_q = within(x, v, V, 0.0f) - lse_q;
+        const Vec log_p = within(said, j.ids, v, V, -INFINITY) - lse_p, log_q = within(x, v, V, 0.0f) - lse_q;
         const Vec a = exponential(log_p), b = load(q + v) * share;
         store(p + v, a), store(q + v, b);
         kls += a > zero ? a * (log_p - log_q) : zero;
         masses += a, alphas += a < b ? a : b;
         belows += b < a ? b : b == a ? b * 0.5f : zero;
     }
-    const float kl = total(kls), alpha = total(alphas), below = total(belows), mass = total(masses), held = std::max(alpha, 1e-12f);
+    const float below = total(belows), mass = total(masses), none = 0 * mass;  // NaN where the target's numbers are: comparisons drop it
+    const float kl = total(kls) + none, alpha = total(alphas) + none, held = std::max(alpha, 1e-12f);
     const float mixed = std::exp(-float(j.eta) * alpha), weight = j.weight[r];
-    auto nll = [&](long token) { return token < 0 ? 0.0f : lse_q - load(x + token, 1)[0]; };
-    j.loss[r] = weight * float(j.kl * kl + j.tv * (1 - alpha) - j.lk_alpha * std::log(held) + j.ce * nll(best) + j.data_ce * nll(data) +
-                               j.lk_hybrid * (mixed * kl + (1 - mixed) * (1 - alpha)));
+    auto nll = [&](long token) { return token < 0 ? 0.0f : lse_q - one(x + token); };
+    auto part = [](double of, double x) { return of ? of * x : 0.0; };  // one that nobody asks for may be infinite
+    j.loss[r] = weight * float(part(j.kl, kl) + part(j.tv, 1 - alpha) - part(j.lk_alpha, std::log(held)) + part(j.ce, nll(best)) +
+                               part(j.data_ce, nll(data)) + part(j.lk_hybrid, mixed * kl + (1 - mixed) * (1 - alpha)));
     j.alpha[r] = alpha, j.truth[r] = data < 0 ? 0.0f : std::exp(-nll(data)), j.match[r] = first == best;
     if (!j.grad) return;
     const float of_kl = weight * (j.kl + j.lk_hybrid * mixed), of_best = best < 0 ? 0.0f : weight * j.ce;

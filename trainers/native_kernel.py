@@ -26,7 +26,7 @@ class _Judge(ctypes.Structure):
     """``Judge`` of heads/native_loss.h."""
 
     _fields_ = [
-        *((name, native.POINTER) for name in ("logits", "said", "place", "best", "data", "lse", "weight")),
+        *((name, native.POINTER) for name in ("logits", "said", "ids", "place", "best", "data", "lse", "weight")),
         *((name, native.POINTER) for name in ("loss", "alpha", "truth", "match")),
         *((name, native.LONG) for name in ("rows", "V", "logits_row", "said_row", "grad", "threads")),
         *((name, native.DOUBLE) for name in Weights._fields),
@@ -37,24 +37,25 @@ class _Judge(ctypes.Structure):
 class Said:
     """The target's logits at C positions with the statistics that the loss needs."""
 
-    logits_CV: Tensor  # of the drafter's tokens
+    logits_CW: Tensor
+    ids_V: Tensor | None  # the target's ids of the drafter's tokens; None: all
     lse_C: Tensor  # log-sum-exp over W
     best_C: Tensor  # index into V of the most likely token, or -1
     data_C: Tensor  # index into V of the token in the data, or -1
 
     @classmethod
     def of(cls, logits_CW: Tensor, data_C: Tensor, ids_V: Tensor | None) -> Said:
-        """From the target's logits and the tokens of the data (target ids). ``ids_V``: target ids of the drafter's tokens; None: all."""
+        """From the target's logits and the tokens of the data (target ids)."""
         C, W = logits_CW.shape
         logits_CW = logits_CW.contiguous()
-        lse_C, best_C = torch.empty(C), torch.empty(C, dtype=torch.int64)
+        lse_C, best_C = (torch.empty(C, dtype=dtype, device="cpu") for dtype in (torch.float32, torch.int64))
         look = getattr(native.library(), f"look_{native.DTYPES[logits_CW.dtype]}")
         look.argtypes = [native.POINTER, *[native.LONG] * 3, *[native.POINTER] * 2, native.LONG]
         look(logits_CW.data_ptr(), W, C, W, lse_C.data_ptr(), best_C.data_ptr(), torch.get_num_threads())
         if ids_V is None:
-            return cls(logits_CW, lse_C, best_C, data_C.contiguous())
+            return cls(logits_CW, None, lse_C, best_C, data_C.contiguous())
         row_W = row_of(ids_V, W)
-        return cls(logits_CW[:, ids_V], lse_C, row_W[best_C], row_W[data_C])
+        return cls(logits_CW, ids_V.contiguous(), lse_C, row_W[best_C], row_W[data_C])
 
 
 def judge(logits_RV: Tensor, said: Said, place_R: Tensor, weight_R: Tensor, weights: Weights, grad: bool) -> Judged:
@@ -62,12 +63,16 @@ def judge(logits_RV: Tensor, said: Said, place_R: Tensor, weight_R: Tensor, weig
     of the summed losses overwrites the logits.
     """
     (R, V), kinds = logits_RV.shape, native.DTYPES
-    loss_R, alpha_R, true_R = torch.empty(3, R)
-    match_R = torch.empty(R, dtype=torch.int8)
-    read = [logits_RV, said.logits_CV, place_R.contiguous(), said.best_C, said.data_C, said.lse_C, weight_R.float().contiguous()]
-    sizes = R, V, logits_RV.stride(0), said.logits_CV.stride(0), grad, torch.get_num_threads()
-    about = _Judge(*[x.data_ptr() for x in (*read, loss_R, alpha_R, true_R, match_R)], *sizes, *weights)
-    getattr(native.library(), f"judge_{kinds[logits_RV.dtype]}_{kinds[said.logits_CV.dtype]}")(ctypes.byref(about))
+    ids_V, W = said.ids_V, said.logits_CW.shape[1]
+    if (judged := W if ids_V is None else len(ids_V)) != V:
+        raise RuntimeError(f"draft logits of {V} tokens, and the target's of {judged}")
+    loss_R, alpha_R, true_R = torch.empty(3, R, dtype=torch.float32, device="cpu")
+    match_R = torch.empty(R, dtype=torch.int8, device="cpu")
+    read = [place_R.contiguous(), said.best_C, said.data_C, said.lse_C, weight_R.float().contiguous()]
+    sizes = R, V, logits_RV.stride(0), W, grad, torch.get_num_threads()
+    places = [logits_RV.data_ptr(), said.logits_CW.data_ptr(), None if ids_V is None else ids_V.data_ptr()]
+    about = _Judge(*places, *[x.data_ptr() for x in (*read, loss_R, alpha_R, true_R, match_R)], *sizes, *weights)
+    getattr(native.library(), f"judge_{kinds[logits_RV.dtype]}_{kinds[said.logits_CW.dtype]}")(ctypes.byref(about))
     return Judged(loss_R, alpha_R, true_R, match_R.bool())
 
 

@@ -116,8 +116,12 @@ def check_loss(terms: Collection[str], weighting: str, constants: Constants) -> 
 
 def kernel_of(kernel: str, terms: Collection[str], device: torch.device, dtypes: Collection[torch.dtype]) -> str:
     """By what the loss is computed: torch, triton (trainers/kernel.py) or native (trainers/native_kernel.py). With ``loss.kernel=auto`` the
-    kernel for this device, if it knows all terms and the ``dtypes`` of the logits and can be had.
+    kernel for this device, if it knows all terms and the ``dtypes`` of the logits and can be had. Raises UserError where the native one is
+    asked for and does not know the dtypes.
     """
+    known = all(dtype in native.DTYPES for dtype in dtypes)
+    if kernel == "native" and not known:
+        raise UserError(f"loss.kernel=native reads float32 and bfloat16, not {', '.join(map(str, dtypes))}: take loss.kernel=torch")
     if kernel != "auto":
         return kernel
     if not in_kernel(kernel, terms, device):
@@ -126,7 +130,7 @@ def kernel_of(kernel: str, terms: Collection[str], device: torch.device, dtypes:
         return "triton" if launches(device) else "torch"
     from headstart.trainers import native_kernel
 
-    return "native" if all(dtype in native.DTYPES for dtype in dtypes) and native_kernel.right() else "torch"
+    return "native" if known and native_kernel.right() else "torch"
 
 
 def in_kernel(kernel: str, terms: Collection[str], device: torch.device) -> bool:
@@ -149,7 +153,8 @@ def check_kernel(kernel: str, terms: Collection[str], device: torch.device | Non
         from headstart.trainers import native_kernel
 
         if not native_kernel.right():
-            raise UserError(f"loss.kernel=native cannot be had ({native.searched()}): {instead}")
+            why = native.searched()
+            raise UserError(f"loss.kernel=native cannot be had ({why if isinstance(why, Exception) else 'it computes wrongly'}): {instead}")
         return
     try:
         from headstart.trainers.kernel import INTERPRETED

@@ -11,6 +11,7 @@ from torch import Tensor
 from headstart.heads import native, native_flash
 from headstart.heads.flash import cuts_of, flash, flash_backward
 from headstart.heads.visibility import ChainSees
+from headstart.trainers.operations import Operations
 from tests.heads.test_flash import attended, leaves, packed, written_out
 from tests.tiny_targets import tiny_target
 
@@ -95,6 +96,27 @@ def test_what_is_left_to_torch() -> None:
     half = torch.zeros(1, 2, 3, 64, dtype=torch.bfloat16)
     assert native_flash.takes(half) and native_flash.takes(half.float())
     assert not any(map(native_flash.takes, (half.double(), half.half(), half.to("meta"), torch.zeros(1, 2, 3, 128, dtype=torch.bfloat16))))
+
+
+def test_operations_are_counted_by_document() -> None:
+    """As of torch's operation, which is called for each document."""
+    q, k, v, grad = tensors(torch.float32, 64, 16)
+    counted = []
+    for cuts in ((0, 64, 128), (0, 16, 32, 48, 64, 80, 96, 112, 128)):
+        with Operations() as found:
+            out, lse = flash(q, k, v, cuts)
+        with Operations() as more:
+            flash_backward(grad, q, k, v, out, lse, cuts)
+        counted += [found.count, more.count]
+    products = 2 * 4 * 2 * 64 * 64 * 16  # rows of the batch, heads, operations of a product
+    assert counted == [2 * products, 5 * products, 2 * products / 4, 5 * products / 4]
+
+
+def test_shapes_that_do_not_fit_are_refused_and_empty_ones_are_empty() -> None:
+    q, k, v, _ = tensors(torch.float32, 10, 16)
+    with pytest.raises(RuntimeError, match="attention of"):
+        native_flash.attend(q, k[:, :, :9], v[:, :, :9], (0, 10, 20), 1.0)
+    assert flash(q[:0], k[:0], v[:0])[0].shape == (0, 4, 10, 16)
 
 
 def test_a_wrong_library_is_not_taken(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

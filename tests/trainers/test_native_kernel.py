@@ -72,6 +72,44 @@ def test_of_equal_logits_the_first_is_the_best() -> None:
 
 
 @needs_library
+@pytest.mark.parametrize("spoiled", ["one", "last", "all", "infinite"])
+@pytest.mark.parametrize("ids", [None, IDS], ids=["full", "trimmed"])
+def test_numbers_that_are_none_stay_none(spoiled: str, ids: Tensor | None) -> None:
+    """In the target's logits, as in torch: no finite loss, acceptance or gradient is made of them, and nothing is written elsewhere."""
+    torch.manual_seed(0)
+    said_CW, V = torch.randn(2, 11), 11 if ids is None else len(ids)
+    said_CW[0, {"one": 3, "last": 10, "all": slice(None), "infinite": 0}[spoiled]] = torch.inf if spoiled == "infinite" else torch.nan
+    for grad in (False, True):
+        logits_RV = torch.randn(2, V)
+        said = native_kernel.Said.of(said_CW, torch.tensor([3, 3]), ids)
+        assert bool((said.best_C < V).all())
+        made = native_kernel.judge(logits_RV, said, torch.arange(2), torch.ones(2), Weights(kl=1.0, tv=1.0, ce=1.0), grad)
+        assert made.loss_R.isnan().tolist() == made.alpha_R.isnan().tolist() == [True, False]
+        assert logits_RV.isfinite().all(1).tolist() == [not grad, True]
+
+
+@needs_library
+def test_terms_that_nobody_asks_for_may_be_infinite() -> None:
+    """A draft logit of -inf makes KL infinite, and nothing of the total variation."""
+    logits_RV = torch.tensor([[0.0, 1.0, -torch.inf]])
+    said = native_kernel.Said.of(torch.tensor([[0.0, 0.5, 1.0]]), torch.tensor([0]), None)
+    found = native_kernel.judge(logits_RV, said, torch.tensor([0]), torch.ones(1), Weights(tv=1.0), False)
+    p, q = torch.tensor([0.0, 0.5, 1.0]).softmax(0), torch.tensor([0.0, 1.0, -torch.inf]).softmax(0)
+    torch.testing.assert_close(found.loss_R, (p - q).abs().sum()[None] / 2)
+
+
+@needs_library
+def test_what_does_not_fit_is_refused() -> None:
+    said = native_kernel.Said.of(torch.zeros(1, 5), torch.tensor([9]), None)  # a token of the data beyond the vocabulary: it is no guess
+    given = (said, torch.tensor([0]), torch.ones(1), Weights(data_ce=1.0), True)
+    assert native_kernel.judge(torch.zeros(1, 5), *given).true_R.tolist() == [0.0]
+    with pytest.raises(RuntimeError, match="draft logits of 4 tokens, and the target's of 5"):
+        native_kernel.judge(torch.zeros(1, 4), *given)
+    with pytest.raises(UserError, match=r"loss\.kernel=native reads float32 and bfloat16, not torch.float16"):
+        kernel_of("native", {"kl": 1.0}, torch.device("cpu"), (torch.float16,))
+
+
+@needs_library
 @pytest.mark.parametrize("name", ["eagle", "medusa"])
 def test_a_learner_with_it_is_the_one_without(name: str) -> None:
     learns_the_same(name, "native")
