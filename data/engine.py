@@ -36,11 +36,11 @@ from torch import Tensor
 
 from headstart.data.endpoint import Again, Endpoint, Unfit
 from headstart.heads.errors import UserError
+from headstart.heads.stored import STORED
 
 ROWS = 256  # requests at a time; the server batches them as it can
 # Seconds: the most to wait for a complete file; the first pause between two looks for it, doubled each time; the longest pause.
 LATE, FIRST, SELDOM = 60.0, 0.001, 0.1
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 LEAVING = 5.0  # seconds to wait for pending answers at the end: the server may still write their files after the client has gone
 HOW = "`python -m data engine` prints how to start it"
 
@@ -122,7 +122,7 @@ class Engine(Endpoint):
             with safe_open(path, framework="pt") as file:
                 about = file.get_slice("hidden_states")
                 T, *shape = about.get_shape()
-                if (kind := DTYPES.get(about.get_dtype())) is not dtype:
+                if (kind := STORED.get(about.get_dtype())) is not dtype:
                     raise UserError(f"{self.said} computes in {kind or about.get_dtype()}, target.dtype is {dtype}: start it with --dtype "
                                     f"{str(dtype).removeprefix('torch.')}")  # fmt: skip
                 if shape != [layers, hidden]:

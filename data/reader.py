@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,11 +107,9 @@ def open_rows(
     if own is not None and len(own) == APART:
         say(f"of data.held_out={held_out} the first {APART:,} {reader.what} are held out")
     if stream:
-        from headstart.data.streamed import about, open_stream  # that module imports this one
+        from headstart.data.streamed import open_stream  # that module imports this one
 
-        place = arrow.folder_of(about(path, split, subset, limit, length, reader, own), cache)
-        rows_from = partial(passing, path, split, subset, limit=limit)
-        return open_stream(target, reader, rows_from, path, place, length=length, seed=seed, own=own)
+        return open_stream(target, reader, path, split, subset, length=length, seed=seed, limit=limit, cache=cache, own=own)
     origin = Origin(path, split, subset, limit)
     folder: Path | None = None
     documents: Documents

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from types import ModuleType
@@ -50,10 +50,7 @@ def run(items: list[Item], talk: Callable[[Item], Talk], answers: Answers, book:
     todo = [item for item in items if item.number > book.last]
     count, left_out, short = Counter[str](), list[str](), list[str]()
 
-    def lines() -> Iterator[Line]:
-        for item in todo:
-            yield Line(item.number, seed_of(seed, item.number), talk(item))
-
+    lines = (Line(item.number, seed_of(seed, item.number), talk(item)) for item in todo)
     speed = TextColumn("{task.fields[tokens]:,} tokens, {task.fields[rate]:,.0f} tokens/s")
     log_file = Lines("answers", len(items))
     with Progress(TextColumn("regenerate"), BarColumn(), MofNCompleteColumn(), speed, TimeRemainingColumn()) as progress:
@@ -66,7 +63,7 @@ def run(items: list[Item], talk: Callable[[Item], Talk], answers: Answers, book:
             count["tokens"] += answer.count
             progress.update(task, tokens=count["tokens"], rate=rate())
 
-        for line in drive(lines(), answers, rows, told):
+        for line in drive(lines, answers, rows, told):
             name, made = by_number[line.number].name, line.result
             if isinstance(made, Made):
                 book.add(line.number, made.record, truncated=made.truncated)

@@ -9,7 +9,6 @@ Shape suffixes: B batch, T tokens, L served layers, D target hidden, V vocabular
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -21,6 +20,7 @@ from headstart.data.endpoint import key_in
 from headstart.data.engine import HOW, Engine, Said
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.layerwise import every_state, final_norm
+from headstart.inference.decoding.placement import is_main
 from headstart.inference.decoding.probe import apart, rounding
 from headstart.inference.decoding.stored import NotStored, StoredTarget
 from headstart.inference.settings import Settings, how_to_load, located
@@ -60,7 +60,7 @@ class ServedTarget(StoredTarget):
         said = self._ask(texts).result()
         self._check_next_tokens(said)
         self._probe, self._probed, self._failures = texts[-1], self._columns(said[-1]), self.engine.failures
-        if os.environ.get("RANK", "0") == "0":  # only one of several processes reads all weights
+        if is_main():  # only one of several processes reads all weights
             print(f"served: reading {len(tokens_T)} tokens by the weights of {self.name} too, a layer at a time ...", flush=True)
             off = self._check_layers(every_state(self, tokens_T))
             print(f"served: {self.engine.name} of {self.engine.url}, layers {list(self.layers)}: {off:.1e} off those weights", flush=True)

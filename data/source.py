@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +34,7 @@ from headstart.data.rows import file_path, is_dataset, is_there
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.decode import longest
 from headstart.inference.decoding.info import TargetInfo
+from headstart.inference.decoding.placement import is_main
 from headstart.inference.decoding.target import Target
 
 HOW = ("cache", "workers")  # settings of sources that do not change the rows, so a resumed run may change them
@@ -204,8 +204,8 @@ def observing(target: Target) -> Callable[[TokenBatch, Collection[int]], TargetB
 
 
 def say(line: str) -> None:
-    """Print a line about the data, only in the process of rank 0."""
-    if os.environ.get("RANK", "0") == "0":
+    """Print a line about the data, in one of several processes."""
+    if is_main():
         print(f"data: {line}")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from headstart.data import arrow
 from headstart.data.batch import TokenBatch
 from headstart.data.live import announced
 from headstart.data.pack import NothingToLearn, check_length, pack
 from headstart.data.packed import Document, InMemory, Laid, joined
 from headstart.data.reader import Lazy, Reader
-from headstart.data.rows import Row, nothing_in, parsed
+from headstart.data.rows import Row, nothing_in, parsed, passing
 from headstart.data.source import Source, beginnings, observing, say
 from headstart.heads.errors import UserError
 from headstart.heads.files import put_text
@@ -67,7 +69,7 @@ class Stream:
             block = rank
             while (known := book.sizes.get(block)) is not None and skip >= known:
                 skip, block = skip - known, block + world
-            for number, some in self._blocks(block, rank, world) if block != book.end else ():
+            for number, some in self._blocks(block, world) if block != book.end else ():
                 packed = self.block(some, (seed, epoch, number))
                 book.add(number, 0 if packed is None else len(packed))
                 order = range(0) if packed is None else range(min(skip, len(packed)), len(packed))
@@ -82,7 +84,7 @@ class Stream:
                                 "train without data.stream")  # fmt: skip
             epoch += 1
 
-    def _blocks(self, first: int, rank: int, world: int) -> Iterator[tuple[int, list[Row]]]:
+    def _blocks(self, first: int, world: int) -> Iterator[tuple[int, list[Row]]]:
         """(number, rows) of each block of a process, from block ``first`` on, to the end of the source."""
         rows = self.rows(self.held + first * BLOCK)
         while some := list(islice(rows, BLOCK)):
@@ -131,15 +133,16 @@ class _Book:
 
 
 def open_stream(
-    target: Target, reader: Reader, rows: Callable[[int], Iterator[Row]], path: str, place: Path, *, length: int, seed: int,
+    target: Target, reader: Reader, path: str, split: str, subset: str, *, length: int, seed: int, limit: int | None, cache: str | None,
     prompts: Callable[[int, int], list[list[int]]] | None = None, own: list[Document] | None = None,
 ) -> Source:  # fmt: skip
-    """A source that streams a corpus. ``place``: a folder only for this corpus and these settings. ``prompts``: the prompts, if held-out
-    documents do not contain them. ``own``: documents to hold out instead of the first rows. Raises UserError for rows of a wrong
-    ``length``, for a bad row, and if nothing can be learnt from the first rows.
+    """A source that streams a corpus, up to row ``limit``. ``prompts``: the prompts, if held-out documents do not contain them. ``own``:
+    documents to hold out instead of the first rows. Raises UserError for rows of a wrong ``length``, for a bad row, and if nothing can be
+    learnt from the first rows.
     """
     check_length(length, target.shape.max_positions)
-    count = HELD if own is None else 0
+    count, rows = HELD if own is None else 0, partial(passing, path, split, subset, limit=limit)
+    place = arrow.folder_of({"streamed": [path, split, subset, limit, length, BLOCK, count], **reader.about()}, cache)
     stream = Stream(rows, reader, length, place, path, count)
     beginning = list(islice(rows(0), HELD))
     made = [(row, document) for row, document in zip(beginning, reader(beginning), strict=True) if not isinstance(document, str)]
@@ -163,8 +166,3 @@ def open_stream(
 
     ask = prompts or (lambda count, new: beginnings(target, held, count, new))
     return Source(lambda taps, *where: announced(stream.stream(*where), target), observing(target), counts, heldout, ask, lambda: digest)
-
-
-def about(path: str, split: str, subset: str, limit: int | None, length: int, reader: Reader, own: object = None) -> dict[str, Any]:
-    """Everything that the blocks of a corpus depend on. ``own``: the held-out documents, if these are not its first rows."""
-    return {"streamed": [path, split, subset, limit, length, BLOCK, HELD if own is None else 0], **reader.about()}

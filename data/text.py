@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import accumulate, islice
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from headstart.data import arrow, plain, reader, streamed
 from headstart.data.pack import check_length
 from headstart.data.packed import Document
 from headstart.data.plain import Text
-from headstart.data.rows import Row, file_path, is_dataset, is_there, parsed, passing, reading, tell
+from headstart.data.rows import file_path, is_dataset, is_there, parsed, passing, reading, tell
 from headstart.data.source import Source, apart, live, say
 from headstart.data.table import Lines, Origin
 from headstart.data.text_files import LEAST, ONE_IN, PART, ROWS, cut, documents_of, files_of, found_in, suffix_of, value_of
@@ -162,16 +162,12 @@ def _groups(held: Sequence[Text]) -> plain.Groups:
 def _streamed(
     target: Target, how: Reader, path: str, split: str, subset: str, cache: str | None, own: list[Text] | None, *, length: int, seed: int
 ) -> Source:  # fmt: skip
-    def rows(first: int) -> Iterator[Row]:
-        return passing(path, split, subset, first, None)
-
     groups: plain.Groups = {} if own is None else _groups(own)
-    for row in islice(rows(0), streamed.HELD if own is None else 0):
+    for row in passing(path, split, subset, 0, streamed.HELD if own is None else 0):
         with suppress(BadRow):  # it is reported when the documents are made
             groups[row.where] = [(row.where, how.read(parsed(row.value)).text)]
-    place = arrow.folder_of(streamed.about(path, split, subset, None, length, how, own), cache)
-    held = None if own is None else plain.encode_texts(target.tokenizer, own)
-    return streamed.open_stream(target, how, rows, path, place, length=length, seed=seed, prompts=_asking(target, groups, seed), own=held)
+    held, ask = None if own is None else plain.encode_texts(target.tokenizer, own), _asking(target, groups, seed)
+    return streamed.open_stream(target, how, path, split, subset, length=length, seed=seed, limit=None, cache=cache, prompts=ask, own=held)
 
 
 def texts(

@@ -151,10 +151,10 @@ def settings(config: dict[str, Any], target: Any, questions: Any, folders: list[
 
 def about(config: dict[str, Any], target: Any, skipped: int) -> dict[str, Any]:
     """The keys of evaluate.json that hold for all its rows."""
-    from headstart.inference.provenance import machine, provenance
+    from headstart.inference.provenance import provenance, ran_on
 
     return {
         "suite": config["suite"]["name"], "target": config["target"]["name"], "speculator": config["speculator"], "skipped": skipped,
-        "new_tokens": config["new_tokens"], "raw": config["raw"] or not target.tokenizer.chat_template, "dtype": str(target.dtype)[6:],
-        "device": machine(target.device), "passes": target.reader.passes, "auto": config["decode"]["kind"] == "auto", **provenance(),
+        "new_tokens": config["new_tokens"], "raw": config["raw"] or not target.tokenizer.chat_template,
+        **ran_on(target.device, target.dtype), "passes": target.reader.passes, "auto": config["decode"]["kind"] == "auto", **provenance(),
     }  # fmt: skip

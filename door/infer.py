@@ -14,7 +14,6 @@ python -m inference advise target=NAME gpu=h100 task=chat                  is sp
 from __future__ import annotations
 
 import importlib
-import os
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from headstart.heads.errors import UserError
 def report(config: dict[str, Any]) -> None:
     """The door ``python -m inference``: decode, compare with plain decoding, write the report."""
     from headstart.data.prompts import fitting  # here, so that what is wrong is said before torch is loaded
+    from headstart.inference.decoding.placement import is_main
     from headstart.inference.reports.card import served, write_card
     from headstart.inference.reports.measure import make_report
     from headstart.inference.reports.render import show, show_serving, write_report
@@ -62,7 +62,7 @@ def report(config: dict[str, Any]) -> None:
         name=name_of(decode.proposer["kind"], drafter, proposer),
         extra={"proposer": decode.proposer, "prompts_from": Path(config["prompts"]).stem, "changed_settings": differing, **serving},
     )
-    if os.environ.get("RANK", "0") != "0":  # one of several processes that share the target: the first one writes
+    if not is_main():  # of several processes that share the target, the first one writes
         return
     write_report(made, folder := report_folder(config), [] if speculator is None else read_metrics(Path(speculator).parent))
     show(made)

@@ -230,6 +230,11 @@ class Drafter(nn.Module, ABC):
     def start_from(self, ends: TargetEnds) -> None:
         """Initialise from the target the parts of a fresh drafter that start as a copy of it, such as an output head."""
 
+    def check_depth(self, depth: int, what: str, how: str) -> None:
+        """Raises UserError for a depth beyond ``max_depth``. ``what`` sets that limit ({}); ``how``: to train a deeper drafter."""
+        if self.max_depth is not None and depth > self.max_depth:
+            raise UserError(f"this drafter {what.format(self.max_depth)}, depth {depth} was asked: lower it or train {how}")
+
     @property
     def size(self) -> int:
         """Number of trained parameters."""

@@ -197,9 +197,7 @@ class Dflash(Drafter):
 
     def slot(self, depth: int, state: Tensor) -> Tensor:
         """The slot of this depth, [B, N, D]. Raises UserError for a depth beyond the block."""
-        assert self.max_depth is not None
-        if depth > self.max_depth:
-            raise UserError(f"this drafter guesses {self.max_depth} tokens, depth {depth} was asked: lower it or train a larger head.block")
+        self.check_depth(depth, "guesses {} tokens", "a larger head.block")
         D = self.shape.hidden_size
         return state[..., (depth - 1) * D : depth * D]
 

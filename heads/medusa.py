@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, rows_of
-from headstart.heads.errors import UserError
 from headstart.heads.memory import Memory
 from headstart.heads.unembedding import Unembedding
 from headstart.heads.visibility import Sees
@@ -68,6 +67,5 @@ class Medusa(Drafter):
         return self._head(self.lm_heads, depth).unembedding()
 
     def _head(self, heads: nn.ModuleList, depth: int) -> Any:
-        if depth > len(heads):
-            raise UserError(f"this drafter has {len(heads)} heads, depth {depth} was asked: lower it or train with head.guesses={depth}")
+        self.check_depth(depth, "has {} heads", f"with head.guesses={depth}")
         return heads[depth - 1]

@@ -113,8 +113,5 @@ class MlpSpeculator(Drafter):
 
     def _of(self, modules: nn.ModuleList, depth: int) -> Any:
         """The module of this depth, or the last one, which deeper depths share. Raises UserError beyond the last depth."""
-        if self.max_depth is not None and depth > self.max_depth:
-            raise UserError(
-                f"this drafter has {self.max_depth} heads, depth {depth} was asked: lower it or train with head.guesses={depth}"
-            )
+        self.check_depth(depth, "has {} heads", f"with head.guesses={depth}")
         return modules[min(depth, len(modules)) - 1]

@@ -118,8 +118,7 @@ class Mtp(Drafter):
         """Run the module of this depth. The deeper modules only remember the same rows. Raises UserError beyond the last module."""
         stages: list[Any] = list(self.stages)
         last = len(stages) - 1
-        if last and depth > last + 1:
-            raise UserError(f"this drafter has {last + 1} modules, depth {depth} was asked: lower it or train with head.modules={depth}")
+        self.check_depth(depth, "has {} modules", f"with head.modules={depth}")
         token, cos_sin = self.ends.embed(tokens_BN).to(state.dtype), self.rope(positions_BN)
         own = min(depth - 1, last)
         for i in range(own + 1, last + 1):

@@ -74,10 +74,6 @@ class Peagle(Eagle, without=("norm_output", "norm_before_fc", "norm_before_resid
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
         """Read the row of this depth; the drafted tokens change nothing. Raises UserError beyond the last depth."""
-        assert self.max_depth is not None
-        if depth > self.max_depth:
-            raise UserError(
-                f"this drafter guesses {self.max_depth} tokens, depth {depth} was asked: lower it or train with head.depth={depth}"
-            )
+        self.check_depth(depth, "guesses {} tokens", f"with head.depth={depth}")
         D = self.shape.hidden_size
         return Draft(parent.state[..., (depth - 1) * D : depth * D], parent.state)

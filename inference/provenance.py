@@ -49,6 +49,11 @@ def machine(device: torch.device) -> str:
     return f"{name}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
 
 
+def ran_on(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
+    """The device and dtype that figures depend on, in words."""
+    return {"device": machine(device), "dtype": str(dtype).removeprefix("torch.")}
+
+
 def provenance() -> dict[str, Any]:
     """Versions and commit: what a report must state so that its figures can be reproduced."""
     return {"versions": versions(), "commit": commit()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ from headstart.heads.base import Drafter, TargetShape
 from headstart.heads.errors import UserError
 from headstart.heads.kinds import check_kinds
 from headstart.inference.decoding.info import DTYPES, TargetInfo, loading
-from headstart.inference.decoding.placement import check_device
+from headstart.inference.decoding.placement import check_device, is_main
 from headstart.inference.decoding.plans import load_plans
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Proposer
@@ -50,7 +49,7 @@ def read_target(settings: Settings) -> TargetInfo:
         try:
             return StoredTarget(path, **how_to_load(settings))
         except NotStored as e:
-            if os.environ.get("RANK", "0") == "0":  # of several processes, one speaks
+            if is_main():
                 print(f"target {settings['name']} is loaded with its layers: {e}")
         return Target.load(path, **how_to_load(settings))
 

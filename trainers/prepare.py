@@ -20,6 +20,7 @@ from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
 from headstart.heads.files import put_text
 from headstart.inference.decoding.info import DTYPES, TargetInfo
+from headstart.inference.decoding.placement import is_main, processes
 from headstart.inference.provenance import provenance
 from headstart.inference.reports.several import sizes_of
 from headstart.inference.settings import Decode, Settings, open_decode, open_target, read_target
@@ -28,7 +29,7 @@ from headstart.trainers.checkpoint import set_rng_state
 from headstart.trainers.job import Job
 from headstart.trainers.joint import check_lora
 from headstart.trainers.parallel import DDP, check_parallel
-from headstart.trainers.processes import is_main, open_accelerator, processes
+from headstart.trainers.processes import open_accelerator
 from headstart.trainers.resume import Batch, batch_of, check_earlier, lasting
 from headstart.trainers.sinks import Input
 from headstart.trainers.space import Room, places_of, taken

@@ -20,21 +20,11 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs, patch_environment
 
 from headstart.heads.errors import UserError
-from headstart.inference.decoding.placement import multiplies_bf16
+from headstart.inference.decoding.placement import is_main, multiplies_bf16, processes
 from headstart.trainers.arm import Arm
 
 PATIENCE = 60.0  # seconds within which the other processes must fail as well
 LONGEST = 1800.0  # the least timeout of collective operations, in seconds: trainers/watch.py does not watch while targets load
-
-
-def is_main() -> bool:
-    """Whether this is the first process. Works before there is an ``Accelerator``."""
-    return int(os.environ.get("RANK", 0)) == 0
-
-
-def processes() -> int:
-    """The number of processes that train together, from torchrun's WORLD_SIZE."""
-    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def open_accelerator(precision: str, device: torch.device, timeout: float = 0.0) -> Accelerator:

@@ -234,6 +234,12 @@ def clock_of(target: Target) -> Callable[[], float]:
     return time.thread_time if target.device.type == "cpu" and not target.spread else time.perf_counter
 
 
+def wait_for(device: torch.device) -> None:
+    """Wait until a GPU has done what it was given; a CPU has already."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def _prior(proposer: Any, sampled: bool) -> Sequence[float]:
     return proposer.drafter.acceptance.get(sampled, ()) if isinstance(proposer, Drafting) else ()
 
@@ -251,19 +257,15 @@ def auto_of_rounds(rounds: Any, kind: Any, warp: LogitsWarper, long: float | Non
         return known[key]
     put_back, shapes, now = rounds.snapshot(), shapes_of(*key[:3]), clock_of(rounds.target)
 
-    def wait() -> None:
-        if rounds.device.type == "cuda":
-            torch.cuda.synchronize(rounds.device)
-
     def block(shape: TreePolicy | None) -> float:
         seconds: list[float] = []
         while len(seconds) < 2 or (len(seconds) < ROUNDS and sum(seconds) < (long or LONG)):
             start = now()
             rounds.run(kind._replace(policy=shape), warp)
-            wait()
+            wait_for(rounds.device)
             seconds.append(now() - start)
             put_back()
-            wait()
+            wait_for(rounds.device)
         return _settled(seconds[1:])  # without the first: first calls are slow
 
     prior = rounds.drafter.acceptance.get(warp.sampled, ())

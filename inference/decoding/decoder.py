@@ -202,14 +202,13 @@ def generate_batch(
     prompts: Sequence[Sequence[int]],
     *,
     new_tokens: int,
-    policy: TreePolicy | None = None,
-    plans: Plans | None = None,
+    policy: TreePolicy | Plans | None = None,
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     stop_ids: Sequence[int] | None = None,
     sequences: int = 8,
 ) -> list[Row]:
-    """``Decoder.generate_many`` with a decoder that is made for this call alone."""
+    """``Decoder.generate_many`` with a decoder that is made for this call alone, and takes ``policy`` as its plans."""
     first = sampling if isinstance(sampling, SamplingParams) else next(iter(sampling or ()), SamplingParams())
     max_length = max(map(len, prompts), default=0) + new_tokens
-    decoder = Decoder(target, drafter, plans or policy, rule=first.rule, max_length=max_length)
+    decoder = Decoder(target, drafter, policy, rule=first.rule, max_length=max_length)
     return decoder.generate_many(prompts, new_tokens=new_tokens, sequences=sequences, sampling=sampling, stop_ids=stop_ids)

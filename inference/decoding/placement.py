@@ -27,10 +27,16 @@ def tensor_size(device: str) -> int:
     """How many neighbouring processes compute every layer together: all for ``tp``, four for ``tp:4``, one for anything else."""
     if not is_shared(device) or device == "fsdp":
         return 1
-    return int(device.partition(":")[2] or _world())
+    return int(device.partition(":")[2] or processes())
 
 
-def _world() -> int:
+def is_main() -> bool:
+    """Whether this is the first of the run's processes, which speaks for all. Known before they meet."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+def processes() -> int:
+    """How many processes the run has, from torchrun's WORLD_SIZE."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
@@ -45,7 +51,7 @@ def placement(device: str, config: Any) -> dict[str, Any]:
 
         atexit.register(_leave)  # else the process group's threads outlive the interpreter
         tensor = tensor_size(device)
-        groups = _world() // tensor
+        groups = processes() // tensor
         how = {"tp_plan": "auto", "tp_size": tensor} if tensor > 1 else {}
         if groups > 1:
             config.base_model_fsdp_plan = _gathered(config)
@@ -78,12 +84,12 @@ def check_device(device: str, key: str = "target.device") -> str:
     if device == "auto":
         return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
     shared = key == "target.device" and is_shared(device)
-    if shared and _world() < 2:
+    if shared and processes() < 2:
         raise UserError(
             f"target.device={device} shares every layer between processes: start them with torchrun --nproc-per-node=GPUS -m inference ..."
         )
-    if shared and _world() % tensor_size(device):
-        raise UserError(f"target.device={device}: {_world()} processes are not groups of {tensor_size(device)}")
+    if shared and processes() % tensor_size(device):
+        raise UserError(f"target.device={device}: {processes()} processes are not groups of {tensor_size(device)}")
     try:
         if not shared and (device != "map" or key != "target.device"):
             torch.zeros(0, device=device)

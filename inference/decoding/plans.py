@@ -17,7 +17,7 @@ from headstart.heads.errors import UserError
 from headstart.heads.files import put, put_text
 from headstart.inference.decoding.policy import MOST_READS, TreePolicy, fit_depth
 from headstart.inference.decoding.target import Target
-from headstart.inference.provenance import machine
+from headstart.inference.provenance import ran_on
 
 NAME = "decode.json"
 MANY = 1 << 30  # as a number of sequences at once: any number
@@ -51,7 +51,7 @@ def load_plans(folder: str | Path, target: Target, drafter: Drafter) -> dict[int
         raise UserError(f"{path} cannot be read ({e}): {again}") from e
     if not isinstance(found, dict):
         raise UserError(f"{path} is not what the tuner writes: {again}")
-    here = {"device": machine(target.device), "dtype": str(target.dtype).removeprefix("torch.")}
+    here = ran_on(target.device, target.dtype)
     for key, value in here.items():
         if not isinstance(found.get(key), str):
             raise UserError(f"{path}: {key} is missing or no text: {again}")

@@ -11,7 +11,6 @@ Shape suffixes: V vocabulary, D hidden.
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterable, Iterator
 from functools import partial
 from math import ceil, prod
@@ -26,7 +25,7 @@ from headstart.heads.errors import UserError, first_line
 from headstart.heads.kinds import check_kinds
 from headstart.heads.stored import INDEX, model_files, shards
 from headstart.inference.decoding.info import DTYPES, FEW, TargetInfo, ends_of, loading, shape_of, turn_of
-from headstart.inference.decoding.placement import check_device, check_folder, hub_answers, is_shared
+from headstart.inference.decoding.placement import check_device, check_folder, hub_answers, is_main, is_shared
 from headstart.inference.decoding.target import Target
 
 
@@ -69,7 +68,7 @@ class StoredTarget(TargetInfo):
 
     def opened(self) -> Target:
         if not self._opened:
-            if os.environ.get("RANK", "0") == "0":  # of several processes, one speaks
+            if is_main():
                 print(f"loading the layers of {self.name} ...", flush=True)
             target = self._load()
             self.ends.embed, self.ends.head_VD = target.ends.embed, target.ends.head_VD  # so that each lies in memory once

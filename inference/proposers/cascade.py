@@ -10,6 +10,7 @@ Guesses are never drawn, so every rule verifies them exactly at any temperature.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -50,7 +51,7 @@ class Cascade(Follower):
 
     def absorb(self, roots: Roots) -> None:
         """Keep the roots waiting. The drafter reads them with the first guesses."""
-        self.waiting.append(Roots(roots.read_BT, roots.chosen_BT, {}, roots.positions_BT))  # the drafter reads no states
+        self.waiting.append(replace(roots, states={}))  # the drafter reads no states
         if self.small is not None:
             self.small.absorb(roots)
 

@@ -50,7 +50,7 @@ class Pipelined:
     def absorb(self, roots: Roots) -> None:
         """Compare the bet with what was verified. If it is won, its chain is the next round's; if it is lost, its rows are removed."""
         self.ready, self.home = None, roots.chosen_BT.device
-        roots = Roots(roots.read_BT, roots.chosen_BT, {}, roots.positions_BT).to(self.inner.drafter.ends.head_VD.dtype, self.device)
+        roots = replace(roots, states={}).to(self.inner.drafter.ends.head_VD.dtype, self.device)
         bet, self.bet = self.bet, None
         if bet is not None:
             tree = bet.result()

@@ -13,7 +13,8 @@ import torch
 
 from headstart.heads.base import Drafter
 from headstart.inference.decoding.target import Target
-from headstart.inference.reports.expected import guesses_over
+from headstart.inference.reports.expected import guesses_of
+from headstart.inference.reports.recorded import Recorded
 from headstart.inference.reports.report import Round
 
 DIGITS = 3
@@ -36,7 +37,8 @@ def confidences(
             if (depth := depth_below.get(parent)) is not None and root + depth < len(said):
                 asked[depth].append((root, token, i, node))
         root += len(r.tokens)
-    for depth, (q_NV, _, _) in enumerate(guesses_over(target, drafter, prompt, said, max(asked, default=0)), start=1):
+    recorded = Recorded.by(target, drafter.taps, prompt, said)
+    for depth, (q_NV, _, _) in enumerate(guesses_of(drafter, recorded, max(asked, default=0)), start=1):
         if not (some := asked[depth]):
             continue
         roots, tokens, *_ = zip(*some, strict=True)

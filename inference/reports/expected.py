@@ -22,19 +22,10 @@ from headstart.inference.reports.walk import Walk, walk
 
 
 @torch.no_grad()
-def guesses_over(
-    target: Target, drafter: Drafter, prompt: Sequence[int], said: Sequence[int], depth: int
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """One teacher-forced pass over prompt and continuation. Yields for each depth 1, 2, ..., of the N roots from the prompt's last token
-    on that have a token to guess there: the draft logits over the target's vocabulary [N, V], the tokens to guess [N], and the target's
-    final states that predict these tokens [N, D].
-    """
-    return guesses_of(drafter, Recorded.by(target, drafter.taps, prompt, said), depth)
-
-
-@torch.no_grad()
 def guesses_of(drafter: Drafter, recorded: Recorded, depth: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """``guesses_over`` a prompt and continuation that are recorded already."""
+    """Yields for each depth 1, 2, ..., of the N roots from the prompt's last token on that have a token to guess there: the draft logits
+    over the target's vocabulary [N, V], the tokens to guess [N], and the target's final states that predict these tokens [N, D].
+    """
     tokens_BT = torch.tensor([recorded.text], device=recorded.device)
     T, first = tokens_BT.shape[1], len(recorded.prompt) - 1
     roots = Roots(tokens_BT, F.pad(tokens_BT[:, 1:], (0, 1)), recorded.states, torch.arange(T, device=recorded.device)[None])
@@ -69,12 +60,13 @@ def expected_walk(
     Under the block rule (2403.10444; on a chain ``traversal`` is the same) p is scaled by w of the path so far, the running
     min(1, w p / q): of the probability w p(x) of emitting x after the accepted guesses, min(q, w p)(x) comes from accepting one more guess.
     """
+    recorded = Recorded.by(target, drafter.taps, prompt, said)
     if sampling.temperature == 0:
-        return greedy_walk(drafter, Recorded.by(target, drafter.taps, prompt, said), depth)
+        return greedy_walk(drafter, recorded, depth)
     first, T = len(prompt) - 1, len(prompt) + len(said)
     accept_KT, w_N = torch.zeros(depth, T, dtype=torch.float64), torch.ones(len(said), dtype=torch.float64)
     block = rule_of(sampling.rule, TreePolicy("chain", depth=depth)) in ("block", "traversal")
-    for d, (q_NV, x_N, final_ND) in enumerate(guesses_over(target, drafter, prompt, said, depth)):
+    for d, (q_NV, x_N, final_ND) in enumerate(guesses_of(drafter, recorded, depth)):
         ratio_N = chance_ratio(q_NV, target.logits(final_ND), x_N, sampling).double().cpu()
         accept_KT[d, first : first + len(x_N)] = (ratio_N / w_N[: len(x_N)]).clamp_max(1.0)
         if block:

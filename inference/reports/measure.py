@@ -28,7 +28,7 @@ from headstart.inference.decoding.propose import Proposer
 from headstart.inference.decoding.sampling import SamplingParams, heat_of
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import NO_NODE
-from headstart.inference.provenance import machine, provenance
+from headstart.inference.provenance import provenance, ran_on
 from headstart.inference.reports.confidence import confidences, probabilities
 from headstart.inference.reports.figures import decoding_figures, tokens_per_second
 from headstart.inference.reports.generate import hf_generate
@@ -235,8 +235,7 @@ def _report(plain: Plain, c: Contender) -> Report:
         **{"tree" + "_temperature_1" * t: asdict(c.shapes["tree", t]) for t in TEMPERATURES},
         "proposer": {"kind": "drafter"},  # ``extra`` describes any other proposer
         "drafter_parameters": parameters,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "device": machine(target.device),
+        **ran_on(target.device, target.dtype),
         **provenance(),
     }
     decoded = _texts(plain, c)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from headstart.heads.base import Drafter
+from headstart.inference.decoding.auto import wait_for
 from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.rounds import Kind
@@ -47,17 +48,13 @@ def time_rounds(
     passes, least, runs = TIMED.get(device.type, TIMED["cuda"])
     warp, put_back = LogitsWarper.over(rounds.warps, [SamplingParams()] * B), rounds.snapshot()  # put_back undoes a round
 
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
     def seconds(call: Callable[[], Any]) -> float:
         spent = 0.0
         for _ in range(runs):
-            wait()
+            wait_for(device)
             start = now()
             call()
-            wait()
+            wait_for(device)
             spent += now() - start
             put_back()
         return spent / runs

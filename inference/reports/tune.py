@@ -29,7 +29,7 @@ from headstart.inference.decoding.decoder import Decoder, generate_batch
 from headstart.inference.decoding.plans import ALONE
 from headstart.inference.decoding.policy import TreePolicy, fit_depth
 from headstart.inference.decoding.target import Target
-from headstart.inference.provenance import machine, provenance
+from headstart.inference.provenance import provenance, ran_on
 from headstart.inference.reports.expected import guesses_of
 from headstart.inference.reports.figures import decoding_figures
 from headstart.inference.reports.progress import watched
@@ -209,8 +209,7 @@ def tune(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], *, 
     return {
         "drafter": drafter.config["head"],
         "target": Path(target.name).name,
-        "device": machine(target.device),
-        "dtype": str(target.dtype).removeprefix("torch."),
+        **ran_on(target.device, target.dtype),
         "prompts": len(prompts),
         "new_tokens": new_tokens,
         "plans": {"alone" if B == ALONE else str(B): p for B, p in plans.items()},

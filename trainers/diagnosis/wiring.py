@@ -95,12 +95,10 @@ def vocabulary(case: Case) -> list[Finding]:
 
 def read(target: Target, drafter: Drafter, prompt: Sequence[int], said: Sequence[int]) -> Told:
     """Run the target over prompt and continuation, and record the states of the tapped layers and of those next to them."""
-    tokens_1T = torch.tensor([[*prompt, *said]], device=target.device)
     taps = sorted({t for tap in drafter.taps for t in (tap - 1, tap, tap + 1) if 0 <= t <= target.shape.layers})
     with before_final_norm(target) as seen:
-        states, final_1TD = target.read(tokens_1T, torch.arange(tokens_1T.shape[1], device=target.device)[None], taps)
-    recorded = Recorded(target, prompt, said, states, final_1TD)
-    return Told(recorded, next((x for x, y in seen if torch.equal(y, final_1TD)), final_1TD))
+        recorded = Recorded.by(target, taps, prompt, said)
+    return Told(recorded, next((x for x, y in seen if torch.equal(y, recorded.final_1TD)), recorded.final_1TD))
 
 
 @contextmanager

@@ -229,7 +229,7 @@ def test_what_is_written_is_read_and_decodes_as_plain_decoding_does(tmp_path: Pa
     plans = load_plans(tmp_path, target, drafter)
     assert plans == {ALONE: WIDE, 1: fixed, 2: LONG, 4: None, MANY: None} and next(iter(plans)) == ALONE
     for rows, depths in ((2, {4, 2}), (3, {0})):  # the last of three prompts is decoded alone; none for three at once
-        made = generate_batch(target, drafter, PROMPTS, new_tokens=NEW, plans=plans, sequences=rows)
+        made = generate_batch(target, drafter, PROMPTS, new_tokens=NEW, policy=plans, sequences=rows)
         assert [g.tokens for g in made] == [generate(target, None, p, new_tokens=NEW).tokens for p in PROMPTS]
         assert {depth for g in made for depth in g.asked} == depths
 
@@ -239,7 +239,7 @@ def test_beyond_what_was_tuned_the_last_plan_holds(tmp_path: Path) -> None:
     write(tuned(alone=WIDE, at_1=WIDE, at_2=LONG), tmp_path)
     plans = load_plans(tmp_path, target, drafter)
     assert plans == {ALONE: WIDE, 1: WIDE, 2: LONG, MANY: LONG}
-    made = generate_batch(target, drafter, PROMPTS, new_tokens=NEW, plans=plans, sequences=3)
+    made = generate_batch(target, drafter, PROMPTS, new_tokens=NEW, policy=plans, sequences=3)
     assert {depth for g in made for depth in g.asked} == {4}
     assert by_load(plans) == ["up to 1 at once: dynamic, 8 nodes, depth 4", "more at once: chain of 4"]
     assert by_load({1: LONG, 2: LONG, 4: None, MANY: None}) == ["up to 2 at once: chain of 4", "more at once: no drafting"]
