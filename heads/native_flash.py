@@ -54,8 +54,8 @@ def _right() -> bool:
     """Whether there is a library that computes what a softmax in float64 says."""
     if native.library() is None:
         return False
-    q, k, v, grad = torch.sin(torch.arange(4 * 2 * 70 * 20, dtype=torch.float64)).view(4, 1, 2, 70, 20)
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        q, k, v, grad = torch.sin(torch.arange(4 * 2 * 70 * 20, dtype=torch.float64)).view(4, 1, 2, 70, 20)
         exact = [x.requires_grad_() for x in (q, k, v)]
         scores = (q @ k.mT).masked_fill(torch.ones(70, 70).triu(1).bool(), -torch.inf)
         expected = scores.softmax(-1) @ v

@@ -119,6 +119,11 @@ def test_shapes_that_do_not_fit_are_refused_and_empty_ones_are_empty() -> None:
     assert flash(q[:0], k[:0], v[:0])[0].shape == (0, 4, 10, 16)
 
 
+def test_it_can_be_asked_for_first_where_nothing_has_gradients() -> None:
+    with torch.inference_mode():
+        assert native_flash._right.__wrapped__()
+
+
 def test_a_wrong_library_is_not_taken(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     rightly = native_flash.attend_backward
     monkeypatch.setattr(native_flash, "attend_backward", lambda *given: [1.001 * x for x in rightly(*given)])

@@ -140,6 +140,12 @@ def test_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_library
+def test_it_can_be_asked_for_first_where_nothing_has_gradients() -> None:
+    with torch.inference_mode():
+        assert native_kernel.right.__wrapped__()
+
+
+@needs_library
 def test_a_wrong_library_is_not_taken(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     rightly = native_kernel.judge
     monkeypatch.setattr(native_kernel, "judge", lambda logits, *given: rightly(logits, *given)._replace(loss_R=torch.zeros(1)))
