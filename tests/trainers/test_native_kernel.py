@@ -12,7 +12,7 @@ from headstart.heads import native
 from headstart.heads.errors import UserError
 from headstart.trainers import native_kernel, terms
 from headstart.trainers.terms import IN_KERNEL, Weights, check_kernel, kernel_of
-from tests.trainers.test_kernel import ALL, edges, in_kernel, learns_the_same, rounds_once
+from tests.trainers.test_kernel import ALL, as_written_out, edges, in_kernel, learns_the_same, rounds_once
 from tests.trainers.test_losses import IDS, Case
 
 needs_library = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
@@ -27,14 +27,7 @@ def close(a: Tensor, b: Tensor) -> None:
 @pytest.mark.parametrize("name", [*IN_KERNEL, "all"])
 def test_each_divergence_and_its_gradient(name: str, ids: Tensor | None) -> None:
     case, exact, terms = Case(ids=ids, dtype=torch.float32), Case(ids=ids), ALL if name == "all" else {name: 1.5}
-    found, naive = in_kernel(case, terms, 7, kernel="native"), exact.naive(terms)
-    close(found.loss_sum, naive.loss_sum)
-    close(found.alpha_KBT, naive.alpha_KBT)
-    close(found.true_KBT, naive.true_KBT)
-    assert found.match_KBT.equal(naive.match_KBT) and found.match_KBT.any() and found.count_K.equal(naive.count_K)
-    for a, b in zip(case.grads(found.loss_sum), exact.grads(naive.loss_sum), strict=True):
-        close(a, b)
-        assert b.any()
+    as_written_out(in_kernel(case, terms, 7, kernel="native"), case, exact, terms, close)
 
 
 @needs_library
