@@ -98,9 +98,8 @@ def cuts_of(documents_BT: Tensor) -> Cuts:
 
 def _spans(cuts: Cuts, rows: int) -> Iterator[tuple[slice, slice]]:
     """(row of the batch, positions in it), as slices, of each document."""
-    for start, stop in zip(cuts, cuts[1:], strict=False):
-        b = start // rows
-        yield slice(b, b + 1), slice(start - b * rows, stop - b * rows)
+    for b, start, stop in native_flash.spans_of(cuts, rows):
+        yield slice(b, b + 1), slice(start, stop)
 
 
 def _rows(x: Tensor) -> Tensor:

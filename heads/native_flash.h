@@ -107,14 +107,14 @@ template <class T> static void flash_head(const Flash& c, const Head& x, long pi
         widen(c.q.of<T>(x.b, x.h, x.first + from), c.q.row, n, SOME, x.d, x.wide, c.scale, q);
         x.scores(q, tiles, from, 0, up(from + n, WIDE), scores, line);
         for (long r = 0; r < n; r++) {
-            float *s = scores + r * line, most = -INFINITY;
+            float* s = scores + r * line;
             const long query = from + r, end = std::min(x.keys, x.seen(from + r / TALL * TALL));
-            Vec high = all(most), sums = {};
+            Vec high = all(-INFINITY), sums = {};
             for (long m = 0; m < end; m += LANES) {
                 Vec y = seen(load(s + m), m, query, -INFINITY);
                 high = high > y ? high : y;
             }
-            for (long i = 0; i < LANES; i++) most = std::max(most, high[i]);
+            const float most = highest(high);
             for (long m = 0; m < end; m += LANES) {
                 Vec p = exponential(seen(load(s + m), m, query, -INFINITY) - most);
                 store(s + m, p), sums += p;

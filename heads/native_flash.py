@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import logging
 from collections.abc import Sequence
 
@@ -93,6 +94,12 @@ def attend_backward(
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
+def spans_of(cuts: Sequence[int], rows: int) -> list[tuple[int, int, int]]:
+    """Of each document: its row of the batch, its first position in it, and the one behind its last."""
+    found = [(start // rows, start, stop) for start, stop in itertools.pairwise(cuts)]
+    return [(b, start - b * rows, stop - b * rows) for b, start, stop in found]
+
+
 def _whole_rows(*some: Tensor) -> list[Tensor]:
     return [x if x.stride(-1) == 1 else x.contiguous() for x in some]
 
@@ -108,10 +115,7 @@ def _call(what: str, cuts: Sequence[int], scale: float, lse: Tensor, pieces: boo
     q, k, v = views["q"], views["k"], views["v"]
     if not (q.dtype == k.dtype == v.dtype and k.shape == v.shape and q.shape[2:] == k.shape[2:]):
         raise RuntimeError(f"attention of {tuple(q.shape)} over {tuple(k.shape)} and {tuple(v.shape)}, {q.dtype}, {k.dtype}, {v.dtype}")
-    rows, spans = q.shape[2], []
-    for start, stop in zip(cuts, cuts[1:], strict=False):
-        b = start // rows
-        spans.append((b, start - b * rows, stop - b * rows))
+    rows, spans = q.shape[2], spans_of(cuts, q.shape[2])
     documents = torch.tensor(spans, dtype=torch.int64, device="cpu")
     structs = [_View(x.data_ptr(), *x.stride()[:3]) if (x := views.get(name)) is not None else _View() for name in VIEWS]
     threads = torch.get_num_threads()

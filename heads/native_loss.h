@@ -28,11 +28,6 @@ template <class T> static inline Vec within(const T* x, const int64_t* ids, long
     for (long i = 0; i < LANES; i++) some[i] = v + i < V ? one(x + ids[v + i]) : other;
     return load(some);
 }
-static inline float highest(Vec x) {
-    float most = x[0];
-    for (long i = 1; i < LANES; i++) most = std::max(most, x[i]);
-    return most;
-}
 // The largest of a row's numbers, and the first place where it stands.
 template <class T> static float largest(const T* x, long V, int64_t* best) {
     Vec high = all(-INFINITY);

@@ -102,6 +102,12 @@ static inline float total(Vec x) {
     return (a[0][0] + a[0][2]) + (a[0][1] + a[0][3]);
 }
 
+static inline float highest(Vec x) {
+    float most = x[0];
+    for (long i = 1; i < LANES; i++) most = most < x[i] ? x[i] : most;
+    return most;
+}
+
 // e^x with a relative error near 1e-7 (a polynomial after Cephes' expf); 0 below -87.
 static inline Vec exponential(Vec x) {
     const Vec zero = {}, low = zero - 87.0f, high = zero + 88.0f;

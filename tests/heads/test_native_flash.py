@@ -101,7 +101,7 @@ def test_what_is_left_to_torch() -> None:
 def test_operations_are_counted_by_document() -> None:
     """As of torch's operation, which is called for each document."""
     q, k, v, grad = tensors(torch.float32, 64, 16)
-    counted = []
+    counted, _ = [], native_flash.takes(q)  # the library is compared now, not while operations are counted
     for cuts in ((0, 64, 128), (0, 16, 32, 48, 64, 80, 96, 112, 128)):
         with Operations() as found:
             out, lse = flash(q, k, v, cuts)
