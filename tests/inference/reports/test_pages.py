@@ -213,7 +213,8 @@ def test_names_lie_over_nothing() -> None:
     page = check_whole(page_of_all(sorted(rows, key=lambda r: -r["speedup"]), {}, ABOUT))
     (svg,) = [s for s in page.root.all("svg") if s.attributes["aria-label"].startswith("accepted length")]
     names = [t for t in svg.all("text") if t.attributes.get("class") == "name"]
-    assert {t.text for t in names} == {r["name"] for r in rows} and len(rows) == 18
+    assert {t.text for t in names} == {r["name"] for r in rows}
+    assert len(rows) >= 18, "fewer names would find room anyhow: nothing would be tested"
     boxes = []
     for t in names:
         x, y = float(t.attributes["x"]), float(t.attributes["y"])
