@@ -156,7 +156,7 @@ class _Sums:
         # the buffer for the logits of every chunk
         numbers = max((sum(part.counts_K) for part in parts), default=0) * max(len(u.weight_VH) for u in unembeddings)
         self.room = torch.empty(numbers, dtype=self.dtype, device=device)
-        if device.type == "cpu" and numbers > strip_of(device):
+        if self.kernel is None and device.type == "cpu" and numbers > strip_of(device):  # the kernels have no strips
             # glibc returns free memory to the system once more is free than twice the largest block freed so far. Freeing this large block
             # (its pages are never touched) raises that threshold, so that the strips of all chunks reuse the same memory
             torch.empty(KEPT, dtype=torch.uint8)

@@ -117,12 +117,11 @@ def plan(settings: Settings) -> Plan:
     flops |= {f"{name} drafter".strip(): c.flops for name, c in counted.items()}
     flops |= {f"{name} adapted target".strip(): c.target.flops for name, c in counted.items() if c.target.trained}
     whole = sum(flops.values()) * trainer["accumulate"] * trainer["steps"]
-    low, high = REACHED
     drafters = {name: c.trained - c.target.trained for name, c in counted.items()}
     drafters |= {f"{name} adapter".strip(): c.target.trained for name, c in counted.items() if c.target.trained}
     return Plan(
         settings["gpu"], gpus, processes, sum(weights.values()), drafters, memory, tokens, captured["bf16"], captured["fp8"], flops,
-        seconds=(whole / (gpu.flops * high), whole / (gpu.flops * low)),
+        seconds=(whole / (gpu.flops * REACHED[1]), whole / (gpu.flops * REACHED[0])),
     )  # fmt: skip
 
 
@@ -161,8 +160,7 @@ def _held(device: str, gpus: int, weights: int, ends: int, layers: int) -> float
 
 def _spread(parallel: Settings, world: int, counted: list[Count]) -> dict[str, float]:
     """Peak bytes per process of drafters, gradients and moments under ``parallel`` (trainers/parallel.py), with ``world`` processes."""
-    weights, moments = sum(c.weights for c in counted), sum(c.moments for c in counted)
-    gradients = sum(4.0 * c.trained for c in counted)
+    weights, moments, gradients = (sum(some) for some in zip(*((c.weights, c.moments, 4.0 * c.trained) for c in counted), strict=True))
     name, share = parallel["name"], 1 / world
     if name == "deepspeed":  # it updates an fp32 copy of its share of the weights
         held = 0.0 if parallel["offload"] else share
@@ -218,7 +216,9 @@ def _count(arm: Settings, model: Any, shape: TargetShape, trainer: Settings, hal
     learnt = sum(b.numel() for b in heads if b.requires_grad)
     strip = 1 if in_kernel(loss["kernel"], loss["terms"], device) else strip_of(device)  # a kernel keeps strips in registers
     places, chunk = min(trainer["batch_size"] * trainer["length"], rows), guesses_of(loss["chunk"], depth, vocab, device)
-    buffers = _loss(chunk, places, rows, depth, vocab, shape.vocab_size, half, strip)
+    # a block of a matrix's gradient before it is added; a CPU makes one in fp32 of one in bf16
+    block = (6 if half else 4) * strip_of(device) if learnt and device.type == "cpu" else 0
+    buffers = _loss(chunk, places, rows, depth, vocab, shape.vocab_size, half, strip, block)
     buffers += (2 if half else 4) * rows * hidden + 2 * half * sum(b.numel() for b in heads)  # gradients of hidden states; heads as bf16
     passes = 4.0 if own["gradient_checkpointing"] else 3.0  # a backward pass costs two forward passes
     products, judged = of_loss(rows, drafter.unembedding(1)), 1
@@ -260,9 +260,9 @@ def _drafter(head: Settings, model: Any, shape: TargetShape) -> tuple[Drafter, l
     return drafter, layers_asked
 
 
-def _loss(chunk: int, places: int, rows: int, depth: int, vocab: int, whole: int, half: bool, strip: int) -> float:
+def _loss(chunk: int, places: int, rows: int, depth: int, vocab: int, whole: int, half: bool, strip: int, block: int) -> float:
     """Bytes of the fused loss's buffers for a chunk. The batch has ``rows`` guesses, judged at ``places`` positions. ``vocab`` and
-    ``whole`` are the vocabulary sizes of drafter and target.
+    ``whole`` are the vocabulary sizes of drafter and target; ``block``: bytes that exist when the strips are done.
     """
     wide, chunk = 2 if half else 4, min(chunk, rows)
     judged = chunk * places // rows  # positions of a chunk
@@ -270,7 +270,7 @@ def _loss(chunk: int, places: int, rows: int, depth: int, vocab: int, whole: int
     # product. Two: both, and at the positions where one depth guesses both again, the log-softmax of the guesses, and two gradients. A
     # trimmed vocabulary is gathered from the teacher's whole one, which adds that.
     numbers = vocab * max(5.0, 2 + (5 + half) * rows / places / depth) + (whole if vocab < whole else 0)
-    return wide * (chunk * vocab + judged * whole) + 4 * min(judged, max(1, strip // vocab)) * numbers
+    return wide * (chunk * vocab + judged * whole) + max(4 * min(judged, max(1, strip // vocab)) * numbers, block)
 
 
 def _unroll(drafter: Drafter, model: nn.Module, trainer: Settings, depth: int, again: bool = False) -> tuple[float, int, int, int]:
