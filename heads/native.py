@@ -17,7 +17,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +50,7 @@ class Unavailable(Exception):
 
 def library() -> ctypes.CDLL | None:
     """The compiled functions; None, which is said in the log once, where they cannot be had."""
-    found = searched()
-    return found if isinstance(found, ctypes.CDLL) else None
+    return found if isinstance(found := searched(), ctypes.CDLL) else None
 
 
 @functools.cache
@@ -86,6 +86,12 @@ def _right(found: ctypes.CDLL) -> ctypes.CDLL:
     return found
 
 
+def apart(check: Callable[[], bool]) -> bool:
+    """The answer of ``check`` on a thread of its own: no mode reaches it in which its caller may be (inference, autocast, counting)."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(check).result()
+
+
 def _compiled() -> Path:
     """The library's path, from the cache if it is there. Raises Unavailable saying what is missing."""
     if platform.system() != "Linux":
@@ -94,8 +100,7 @@ def _compiled() -> Path:
     if compiler is None:
         raise Unavailable("there is no C++ compiler: install g++ (Debian: apt install g++)")
     sources = [SOURCE, *sorted(SOURCE.parent.glob("native*.h"))]
-    version = _run([compiler, "--version"])
-    about = [*(each.read_bytes() for each in sources), " ".join(FLAGS).encode(), version.encode(), _processor()]
+    about = [*(each.read_bytes() for each in sources), " ".join(FLAGS).encode(), _run([compiler, "--version"]).encode(), _processor()]
     key = hashlib.sha256(b"\0".join(about)).hexdigest()[:32]
     folder = _own(cache_folder() / "native")
     path = folder / f"{key}.so"
@@ -169,14 +174,12 @@ def _name(packed: Tensor) -> str:
 
 def linear(x: Tensor, packed: Tensor, bias_V: Tensor | None = None) -> Tensor:
     """``x`` [.., H] times a packed matrix plus the bias: [.., V]. Raises RuntimeError for an ``x`` of another width."""
-    found = library()
-    assert found is not None
     if x.shape[-1] != packed.shape[1]:
         raise RuntimeError(f"a product of {tuple(x.shape)} and a matrix of {packed.shape[1]} columns")
-    return _multiply(found, x.to(packed.dtype).contiguous(), packed, bias_V)
+    return _multiply(library(), x.to(packed.dtype).contiguous(), packed, bias_V)
 
 
-def _multiply(found: ctypes.CDLL, x: Tensor, packed: Tensor, bias_V: Tensor | None) -> Tensor:
+def _multiply(found: Any, x: Tensor, packed: Tensor, bias_V: Tensor | None) -> Tensor:
     V, H = packed.shape[0] * PANEL, packed.shape[1]
     out = x.new_empty(*x.shape[:-1], V)
     multiply = getattr(found, f"linear_{_name(packed)}")
@@ -187,11 +190,9 @@ def _multiply(found: ctypes.CDLL, x: Tensor, packed: Tensor, bias_V: Tensor | No
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension, for few rows: it runs on one thread."""
-    found = library()
-    assert found is not None
     x = x.contiguous()
     out, size = torch.empty_like(x), weight.numel()
-    getattr(found, f"norm_{DTYPES[x.dtype]}")(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // size, size, eps)
+    getattr(library(), f"norm_{DTYPES[x.dtype]}")(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // size, size, eps)
     return out
 
 
@@ -280,8 +281,7 @@ def layer(
     weights = [each.packed for each in products]
     if any(w is None or w.dim() != 3 or each.since > 1 for w, each in zip(weights, products, strict=True)):
         return None
-    mlp, hidden = weights[3].shape[1], weights[3].shape[0] * PANEL
-    heads, kv_heads, head_dim = sizes
+    (heads, kv_heads, head_dim), mlp, hidden = sizes, weights[3].shape[1], weights[3].shape[0] * PANEL
     vectors = [*(getattr(norm, "weight", None) for norm in (*norms, *head_norms, norm_after)), *(each.bias for each in products)]
     kept = [*weights, *(x for x in vectors if x is not None)]
     alike = len({x.dtype for x in kept}) == 1 and len({w.shape[2] for w in weights}) == 1 and all(x.is_contiguous() for x in kept)

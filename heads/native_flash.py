@@ -55,19 +55,22 @@ def _right() -> bool:
     """Whether there is a library that computes what a softmax in float64 says."""
     if native.library() is None:
         return False
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        q, k, v, grad = torch.sin(torch.arange(4 * 2 * 70 * 20, dtype=torch.float64)).view(4, 1, 2, 70, 20)
-        exact = [x.requires_grad_() for x in (q, k, v)]
-        scores = (q @ k.mT).masked_fill(torch.ones(70, 70).triu(1).bool(), -torch.inf)
-        expected = scores.softmax(-1) @ v
-        expected = [expected, scores.logsumexp(-1), *torch.autograd.grad(expected, exact, grad)]
+    right = native.apart(_as_in_float64)
+    if not right:
+        log.warning("what the compiler made of heads/native_flash.h computes wrongly: training takes torch's attention, which is slower")
+    return right
+
+
+def _as_in_float64() -> bool:
+    q, k, v, grad = torch.sin(torch.arange(4 * 2 * 70 * 20, dtype=torch.float64)).view(4, 1, 2, 70, 20)
+    exact = [x.requires_grad_() for x in (q, k, v)]
+    scores = (q @ k.mT).masked_fill(torch.ones(70, 70).triu(1).bool(), -torch.inf)
+    expected = scores.softmax(-1) @ v
+    expected = [expected, scores.logsumexp(-1), *torch.autograd.grad(expected, exact, grad)]
     q, k, v, grad = (x.detach().float() for x in (q, k, v, grad))
     out, lse = attend(q, k, v, (0, 70), 1.0)
     found = out, lse, *attend_backward(grad, q, k, v, out, lse, (0, 70), 1.0)
-    if all(torch.allclose(a.double(), b, rtol=0, atol=1e-4) for a, b in zip(found, expected, strict=True)):
-        return True
-    log.warning("what the compiler made of heads/native_flash.h computes wrongly: training goes on with torch's attention, which is slower")
-    return False
+    return all(torch.allclose(a.double(), b, rtol=0, atol=1e-4) for a, b in zip(found, expected, strict=True))
 
 
 @torch.library.custom_op("headstart::causal_flash", mutates_args=(), device_types="cpu")

@@ -81,18 +81,18 @@ def right() -> bool:
     """Whether there is a library that computes what torch does in float64."""
     if native.library() is None:
         return False
-    with torch.inference_mode(False), torch.enable_grad():
-        exact, said_CW = (f(torch.arange(37, dtype=torch.float64))[None] for f in (torch.sin, torch.cos))
-        data_C, log_q = torch.tensor([3]), exact.requires_grad_().log_softmax(-1)
-        teacher = Teacher.of(said_CW.log_softmax(-1), data_C, None)
-        loss_R = torch.stack([find(name)(log_q, teacher) for name in ("kl", "lk_hybrid", "data_ce")]).sum(0)
-        (grad_RV,) = torch.autograd.grad(loss_R, exact)
-        logits_RV, said = exact.detach().float(), Said.of(said_CW.float(), data_C, None)
-    weights = Weights.of({"kl": 1.0, "lk_hybrid": 1.0, "data_ce": 1.0}, None)
-    made = judge(logits_RV, said, torch.tensor([0]), torch.ones(1), weights, True)
-    if all(torch.allclose(a.double(), b, rtol=0, atol=1e-4) for a, b in ((made.loss_R, loss_R.detach()), (logits_RV, grad_RV))):
-        return True
-    log.warning(
-        "what the compiler made of heads/native_loss.h computes wrongly: the loss is computed by torch's operations, which are slower"
-    )
-    return False
+    right = native.apart(_as_in_float64)
+    if not right:
+        log.warning("what the compiler made of heads/native_loss.h computes wrongly: training takes torch's operations, which are slower")
+    return right
+
+
+def _as_in_float64() -> bool:
+    exact, said_CW = (f(torch.arange(37, dtype=torch.float64))[None] for f in (torch.sin, torch.cos))
+    data_C, log_q = torch.tensor([3]), exact.requires_grad_().log_softmax(-1)
+    teacher, weights = Teacher.of(said_CW.log_softmax(-1), data_C, None), {"kl": 1.0, "lk_hybrid": 1.0, "data_ce": 1.0}
+    loss_R = torch.stack([find(name)(log_q, teacher) for name in weights]).sum(0)
+    (grad_RV,) = torch.autograd.grad(loss_R, exact)
+    logits_RV, said = exact.detach().float(), Said.of(said_CW.float(), data_C, None)
+    made = judge(logits_RV, said, torch.tensor([0]), torch.ones(1), Weights.of(weights, None), True)
+    return all(torch.allclose(a.double(), b, rtol=0, atol=1e-4) for a, b in ((made.loss_R, loss_R.detach()), (logits_RV, grad_RV)))

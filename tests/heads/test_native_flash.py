@@ -101,7 +101,7 @@ def test_what_is_left_to_torch() -> None:
 def test_operations_are_counted_by_document() -> None:
     """As of torch's operation, which is called for each document."""
     q, k, v, grad = tensors(torch.float32, 64, 16)
-    counted, _ = [], native_flash.takes(q)  # the library is compared now, not while operations are counted
+    counted = []
     for cuts in ((0, 64, 128), (0, 16, 32, 48, 64, 80, 96, 112, 128)):
         with Operations() as found:
             out, lse = flash(q, k, v, cuts)
@@ -119,9 +119,14 @@ def test_shapes_that_do_not_fit_are_refused_and_empty_ones_are_empty() -> None:
     assert flash(q[:0], k[:0], v[:0])[0].shape == (0, 4, 10, 16)
 
 
-def test_it_can_be_asked_for_first_where_nothing_has_gradients() -> None:
+def test_it_can_be_asked_for_first_anywhere() -> None:
+    """Where nothing has gradients, and where operations and what is saved are counted: the comparison is not."""
+    kept = list[torch.Tensor]()
     with torch.inference_mode():
         assert native_flash._right.__wrapped__()
+    with Operations() as counts, torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x), lambda x: x):
+        assert native_flash._right.__wrapped__()
+    assert not counts.count and not kept
 
 
 def test_a_wrong_library_is_not_taken(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
