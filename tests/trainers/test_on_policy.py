@@ -120,6 +120,7 @@ def test_a_round_that_ends_the_text_is_rejected_only_where_a_guess_was(target: T
             assert wrong < len(emitted) and tokens[:begin] == text[:begin]  # the target got as far as the wrong guess
 
 
+@pytest.mark.slow
 def test_rows_that_end_near_the_last_token_fit(target: Target) -> None:
     """Above temperature 0 a chain is cut at the context's end alone, so the last one reaches beyond the new tokens."""
     settings = REJECTED | {"temperature": 1.0, "rows": 40}

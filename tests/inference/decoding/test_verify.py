@@ -285,6 +285,7 @@ def test_penalising_every_row_alike_is_caught(policy: TreePolicy, monkeypatch: p
 # ---------------------------------------------------------------- orderings
 
 
+@pytest.mark.slow
 def test_known_orderings() -> None:
     """Block verification accepts at least as much as the token rule; top plus one at least as much as multi-round
     at one node, and without replacement at least as much as with; traversal at least as much as a walk from the root."""
