@@ -35,6 +35,12 @@ def settings(config: str = "inference", *overrides: str) -> dict[str, Any]:
     return found
 
 
+def for_run(*overrides: str) -> dict[str, Any]:
+    """What `python train.py` hands to a run: conf/config.yaml without what its door keeps for itself."""
+    kept = ("launcher", "path", "plan", "nodes", "gpus", "gpu", "gpu_hour")
+    return {key: value for key, value in settings("config", *overrides).items() if key not in kept}
+
+
 def turns(alternatives: dict[str, Run], prompts: Sequence[Any], title: str, repeats: int = 1) -> dict[str, list[list[Generation]]]:
     """Every alternative on every prompt, another one first each time and in the other direction each time, so that a noisy machine, and
     the caches that the one before leaves behind, disturb them alike: name -> for every prompt its ``repeats`` generations. (What they say

@@ -2,7 +2,7 @@
 
     python benchmarks/parallel.py [--processes 2 4] [--ways ddp zero1 fsdp deepspeed]
 
-The shipped target, REFERENCE.md, five steps of 4 rows of 128 tokens, fp32, AdamW at the rate of trainer=full; gloo on the CPU. The
+The shipped target, EXPERIMENTS.md, five steps of 4 rows of 128 tokens, fp32, AdamW at the rate of trainer=full; gloo on the CPU. The
 processes of a case share its rows. Writes benchmarks/results/parallel.json (--out), a row for each case: largest_difference of a weight
 after the five steps (absolute), of a loss and of a gradient's norm (relative). Exit status 1 where one is above the bounds.
 """
@@ -19,9 +19,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-RESULT = ROOT / "benchmarks" / "results" / "parallel.json"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.alternatives import RESULTS, ROOT, for_run
+
 HEADS = {"eagle": [], "dflash": ["head.layers=2", "head.block=8"], "draft_lm": []}
 WAYS = ("ddp", "zero1", "fsdp", "deepspeed")
 TARGETS = {"copy": "cpu", "tp": "tp", "tp:2": "tp:2", "fsdp": "fsdp"}
@@ -31,9 +32,6 @@ ROWS, STEPS = 4, 5
 
 def settings(folder: Path, head: str, way: str, device: str, processes: int) -> dict[str, Any]:
     """What the door would hand over."""
-    from hydra import compose, initialize_config_dir
-    from omegaconf import OmegaConf
-
     sizes = [
         f"trainer.steps={STEPS}",
         f"trainer.batch_size={ROWS // processes}",
@@ -41,14 +39,9 @@ def settings(folder: Path, head: str, way: str, device: str, processes: int) -> 
         "trainer.warmup=2",
         "trainer.lr=1e-4",
     ]
-    what = ["data=text", f"data.path={ROOT / 'REFERENCE.md'}"]
+    what = ["data=text", f"data.path={ROOT / 'EXPERIMENTS.md'}"]
     how = ["trainer.optimizer=adamw", "trainer.precision=fp32", f"trainer.save_every={STEPS}", "report=none", f"target.device={device}"]
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = compose("config", [f"head={head}", *HEADS[head], *sizes, *what, *how, f"out={folder}", f"parallel={way}"])
-    found: Any = OmegaConf.to_container(config, resolve=True)
-    for key in ("launcher", "path", "plan", "nodes", "gpus", "gpu", "gpu_hour"):
-        found.pop(key, None)
-    return dict(found)
+    return for_run(f"head={head}", *HEADS[head], *sizes, *what, *how, f"out={folder}", f"parallel={way}")
 
 
 def work(folder: Path, cases: list[list[Any]]) -> None:
@@ -120,7 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4], help="of the cases")
     parser.add_argument("--ways", choices=WAYS, nargs="+", default=WAYS, help="values of parallel=")
-    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--out", type=Path, default=RESULTS / "parallel.json")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.alternatives import RESULTS, accepted_length, settings
+from benchmarks.alternatives import RESULTS, accepted_length, for_run, settings
 from benchmarks.tiny import held_out
 from headstart.data.capture import capture, mean_errors
 from headstart.data.packed import Laid, Packed
@@ -112,10 +112,7 @@ def train(scratch: Path, name: str, shards: Shards, steps: int, seed: int) -> Pa
         "trainer.save_every=20",
         "report=none",
     ]
-    made = settings("config", *how, f"out={out}")
-    for key in ("launcher", "path", "plan", "nodes", "gpus", "gpu", "gpu_hour"):
-        made.pop(key, None)
-    run(**made)
+    run(**for_run(*how, f"out={out}"))
     return out
 
 

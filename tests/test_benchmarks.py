@@ -56,6 +56,13 @@ def test_every_script_is_imported_and_takes_arguments(path: Path, monkeypatch: p
     assert shown.out.startswith(f"usage: {path.name}") and shown.err.startswith(f"usage: {path.name}")
 
 
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_files_that_a_script_reads_are_there(path: Path) -> None:
+    for named in re.findall(r"""\bROOT((?: / ["'][^"'{]+["'])+)""", path.read_text()):
+        parts = re.findall(r"""["'](.+?)["']""", named)
+        assert alternatives.ROOT.joinpath(*parts).exists() or {"results", "runs"} & {*parts}, named
+
+
 # ---- comparing ----
 
 
