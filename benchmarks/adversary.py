@@ -33,7 +33,7 @@ import torch
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.attacks import doors, folders, runs
-from benchmarks.attacks.outcome import BAD, Outcome
+from benchmarks.attacks.outcome import BAD, Outcome, as_a_user
 from benchmarks.attacks.world import World, build
 from headstart.heads.files import put_text
 from headstart.inference.provenance import machine, provenance
@@ -73,8 +73,9 @@ def tried(names: Sequence[str], quick: bool, scratch: Path) -> Iterator[tuple[st
     world = build(scratch)
     for name in names:
         try:
-            for outcome in sections(quick)[name](world):
-                yield name, outcome
+            with as_a_user():
+                for outcome in sections(quick)[name](world):
+                    yield name, outcome
         except Exception:  # of the adversary itself: nothing is found by what does not run
             yield name, Outcome(f"the section {name} itself", "traceback", traceback.format_exc())
         yield name, None

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks import adversary, faults
 from benchmarks.attacks import doors, folders, runs
-from benchmarks.attacks.outcome import TRACE, Called, Outcome, as_a_user, judged
+from benchmarks.attacks.outcome import TRACE, Called, Outcome, judged
 from benchmarks.attacks.world import World, build, equal, weights
 from headstart.data.index import open_file
 
@@ -109,11 +109,18 @@ def test_what_a_refusal_is() -> None:
     assert judged(Called(0, "Traceback (most recent call last)\n", "")) == "traceback"
 
 
-def test_it_is_no_root_among_files(tmp_path: Path) -> None:
+def test_it_is_no_root_among_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_text("a")
     (tmp_path / "a").chmod(0)
-    with as_a_user(), pytest.raises(PermissionError):
-        (tmp_path / "a").read_text()
+
+    def reads(world: World) -> Iterator[Outcome]:
+        with pytest.raises(PermissionError):
+            (world.folder / "a").read_text()
+        yield Outcome("a", "refused")
+
+    monkeypatch.setattr(adversary, "build", World)
+    monkeypatch.setattr(adversary, "sections", lambda quick: {"it": reads})
+    assert [*adversary.tried(["it"], True, tmp_path)] == [("it", Outcome("a", "refused")), ("it", None)]
 
 
 def test_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

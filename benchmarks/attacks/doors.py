@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.attacks.outcome import Outcome, as_a_user, door, judged
+from benchmarks.attacks.outcome import Outcome, door, judged
 from benchmarks.attacks.world import World
 from headstart.inference.decoding.target import Target
 from tests.hostile import HOSTILE
@@ -268,10 +268,3 @@ def sent(world: World, every: int) -> Iterator[Outcome]:
 
     asyncio.run(ask())
     yield from found
-
-
-def attacks(world: World, every: int = 1) -> Iterator[Outcome]:
-    """``every``: only so many of each kind."""
-    with as_a_user():
-        for kind in (lines, names, files, inside, typed, sent):
-            yield from kind(world, every)
