@@ -40,7 +40,7 @@ from headstart.trainers.terms import in_kernel
 
 Settings = dict[str, Any]
 USABLE = 0.92  # share of a GPU's memory: the rest is the CUDA context, libraries' workspaces and fragments
-REACHED = (0.3, 0.55)  # share of a GPU's peak operations that trainings reach: 0.42 to 0.58 on one H100 (benchmarks/results/gpu.md)
+REACHED, MEASURED = (0.3, 0.55), (0.42, 0.58)  # shares of a GPU's peak operations: assumed; of one H100 (benchmarks/results/gpu.md)
 
 
 @dataclass

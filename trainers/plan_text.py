@@ -14,7 +14,7 @@ from headstart.heads.errors import UserError
 from headstart.inference.reports.render import table
 from headstart.inference.settings import config_of
 from headstart.trainers.parallel import DDP
-from headstart.trainers.plan import REACHED, Plan, Settings, plan
+from headstart.trainers.plan import MEASURED, REACHED, Plan, Settings, plan
 from headstart.trainers.prepare import runs_target
 
 
@@ -69,7 +69,7 @@ def lines(found: Plan, gpu_hour: float | None) -> Iterator[str]:
     rates = f"{found.tokens / slow:,.0f} to {found.tokens / fast:,.0f} tokens/s"
     yield (
         f"time: {hours} for {found.tokens:,} tokens ({rates}), if {REACHED[0]:.0%} to {REACHED[1]:.0%} of what the GPU can compute "
-        "are reached (one H100 did 45% to 57%): a guess, everything above is counted"
+        f"are reached (one H100 did {MEASURED[0]:.0%} to {MEASURED[1]:.0%}): a guess, everything above is counted"
     )
     if gpu_hour is not None:
         cost = [seconds / 3600 * found.gpus * gpu_hour for seconds in found.seconds]

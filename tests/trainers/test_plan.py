@@ -391,6 +391,15 @@ def test_the_memory_of_steps_that_train_the_target_too_is_within_15_percent(tmp_
     assert sum(planned[part] for part in plan_memory.PARTS) == pytest.approx(measured, rel=0.15)
 
 
+def on_an_h100() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (ROOT / "benchmarks" / "results" / "train_gpu.jsonl").read_text().splitlines()]
+
+
+def test_what_one_h100_reached_is_what_was_measured() -> None:
+    trainings = [row["mfu"] for row in on_an_h100() if "mfu" in row and row["row"].startswith(("in process", "from captured"))]
+    assert (round(min(trainings), 2), round(max(trainings), 2)) == module.MEASURED
+
+
 @pytest.mark.parametrize(
     "row, data",
     [
@@ -408,8 +417,7 @@ def test_the_memory_of_steps_that_train_the_target_too_is_within_15_percent(tmp_
 )
 def test_an_h100_took_what_is_planned(row: str, data: list[str]) -> None:
     """An 8B target and EAGLE-3, as benchmarks/train_gpu.py measured them."""
-    rows = map(json.loads, (ROOT / "benchmarks" / "results" / "train_gpu.jsonl").read_text().splitlines())
-    measured = next(each for each in rows if each["row"] == row)
+    measured = next(each for each in on_an_h100() if each["row"] == row)
     batch = [
         f"trainer.batch_size={measured['rows']}",
         "trainer.length=2048",
