@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from headstart.data.batch import TargetBatch, TokenBatch
 from headstart.data.live import look
+from headstart.heads.bars import no_bars
 from headstart.heads.base import Drafter, TargetEnds
 from headstart.heads.errors import UserError
 from headstart.heads.files import put_folder
@@ -153,15 +154,13 @@ class Joint(Learner):
 @contextmanager
 def quiet() -> Iterator[None]:
     """Inside, saving shows no progress bar per shard, and deepspeed, which gets imported, logs no hardware warnings."""
-    from transformers.utils import logging as bars
-
-    bars.disable_progress_bar()
+    before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        yield
+        with no_bars():
+            yield
     finally:
-        logging.disable(logging.NOTSET)
-        bars.enable_progress_bar()
+        logging.disable(before)
 
 
 def divergence(original_ND: Tensor, adapted_ND: Tensor, ends: TargetEnds, chunk: int) -> Tensor:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headstart.heads.bars import no_bars
 from headstart.heads.formats.llama import rope_keys, rope_of
 from headstart.heads.serving import Command, sglang_chain, transformers, vllm
 
@@ -72,13 +73,12 @@ def quiet() -> Iterator[None]:
     from transformers.utils import logging
 
     before = logging.get_verbosity()
-    logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
-        yield
+        with no_bars():
+            yield
     finally:
         logging.set_verbosity(before)
-        logging.enable_progress_bar()
 
 
 def config(drafter: Any) -> dict[str, Any]:

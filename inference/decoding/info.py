@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from headstart.heads.bars import no_bars
 from headstart.heads.base import TargetEnds, TargetShape
 from headstart.heads.errors import UserError, first_line
 from headstart.heads.seal import target_card, tokenizer_sha
@@ -137,16 +138,12 @@ def logit_scale(config: Any) -> float:
 @contextmanager
 def loading(path: str) -> Iterator[None]:
     """A context for loading from ``path`` with transformers: without progress bars, and every error becomes a UserError of one line."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
     try:
-        yield
+        with no_bars():
+            yield
     except UserError:
         raise
     except SafetensorError as e:
         raise UserError(f"target {path}: its weights are damaged or truncated ({e}): download them again") from e
     except Exception as e:  # transformers, the hub and the tokenizers library raise a dozen kinds for what lies in files
         raise UserError(f"target {path} cannot be loaded: {first_line(e).rstrip('.')}") from e
-    finally:
-        logging.enable_progress_bar()
