@@ -21,8 +21,7 @@ Ours are prepacked (heads/prepack.py, heads/native.cpp), as every door to decodi
   ours, times tau, without each prompt's pass and its first round, in which the drafter reads it. What is lost is
   everything else: building trees, verdicts, caches, Python.
 
-Tiny target, its trained drafter: ``speedup_tiny`` over plain decoding (the faster one of our two paths), ``speedup_tiny_vs_generate``
-over transformers' ``generate``, prompts included. ``acceptance_by_rule_t1``: accepted length at temperature 1.
+Tiny target, its trained drafter: ``speedup_tiny`` over plain decoding (the faster one of our two paths), prompts included.
 
 Many sequences: ``prefill_64x8_over_generate``, 64 prompts of 64 tokens and 8 new ones each, plainly, over transformers' ``generate`` with
 the same batch; ``choices_8_over_generate``, 8 choices of 64 tokens to one prompt of 256 at temperature 1, over its num_return_sequences.
@@ -33,9 +32,6 @@ rounds the middle one. ``plain_tiny_over_generate``, ``plain_pair_over_generate`
 settings; drafted ours is ``decode=auto``. ``auto_over_best_fixed``: decode=auto over the shape that the tuner finds fastest here
 (inference/reports/tune.py, on other prompts). ``speedup_tiny_t1``, ``auto_over_best_fixed_t1``: at temperature 1, over plain decoding, and
 over the best of plain decoding and two chains.
-
-Exactness (exactness.py): ``differing_tokens`` of ``compared_tokens``, every proposer under every tree, one sequence at a time and
-batched, against plain decoding in fp32. Where nothing is trained for a target, its first layers and untrained drafters guess.
 
 ``parts``: what each part was measured with.
 """
@@ -54,41 +50,30 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import exactness, planted, tiny, versus
-from benchmarks.alternatives import RESULTS, ROOT, console, settings
-from headstart.heads.base import Drafter
+from benchmarks import planted, tiny, versus
+from benchmarks.alternatives import RESULTS, ROOT, console
 from headstart.heads.files import put_text
-from headstart.inference.decoding.target import Target
 from headstart.inference.provenance import machine, provenance
-from headstart.inference.settings import open_target
 from headstart.inference.speculator import open_speculator
 
 VERSUS = ["plain_tiny_over_vllm", "drafted_tiny_over_vllm", "plain_pair_over_vllm", "drafted_pair_over_vllm", "plain_tiny_over_generate",
           "plain_pair_over_generate", "auto_over_best_fixed", "auto_over_best_fixed_t1", "speedup_tiny_t1"]  # fmt: skip
 PARTS = {  # and what each finds, as numbers
     "planted": ["vs_hf_assisted", "vs_hf_assisted_default", "vs_hf_assisted_not_prepacked", "efficiency", "v", "c"],
-    "tiny": ["speedup_tiny", "speedup_tiny_vs_generate", "acceptance_by_rule_t1"],
+    "tiny": ["speedup_tiny"],
     "many": ["prefill_64x8_over_generate", "choices_8_over_generate"],
     "versus": VERSUS,
-    "exactness": ["differing_tokens", "compared_tokens"],
 }
 Found = Iterator[dict[str, Any]]
 
 
 def of_planted(args: argparse.Namespace) -> Found:
     yield planted.measure(args.quick)
-    if not args.quick:
-        yield {"planted_of_higher_acceptance": planted.measure(True, planted.SMALLER)}
 
 
 def of_tiny(args: argparse.Namespace) -> Found:
     target = tiny.open_tiny(True)
-    prompts = tiny.held_out(target, 5 if args.quick else 16)
-    yield tiny.tiny(target, args.speculator, prompts, 2 if args.quick else 3)
-    trained = open_speculator(args.speculator, target)
-    yield tiny.rules(target, trained, tiny.held_out(target, 16 if args.quick else 64), 64)
-    half = tiny.open_tiny(True, "target.dtype=bfloat16")
-    yield {"bf16": exactness.half_precision(half, open_speculator(args.speculator, half), prompts, 64)}
+    yield tiny.tiny(target, args.speculator, tiny.held_out(target, 5 if args.quick else 16), 2 if args.quick else 3)
 
 
 def of_many(args: argparse.Namespace) -> Found:
@@ -100,35 +85,11 @@ def of_versus(args: argparse.Namespace) -> Found:
     return versus.measure(args.speculator, args.vllm, args.threads, args.quick)
 
 
-def of_exactness(args: argparse.Namespace) -> Found:
-    fresh = tiny.open_tiny(False)  # of whose layers drafters are copied
-    targets: dict[str, tuple[Target, Drafter | None]] = {"tiny": (fresh, open_speculator(args.speculator, fresh))}
-    if args.second_target.is_dir():
-        second = settings("inference", "target=folder")["target"] | {"path": str(args.second_target), "dtype": "float32"}
-        targets["second"] = (open_target(second), None)
-    else:
-        console.print("exactness on a second target: not measured, --second-target is not there")
-    about: dict[str, Any] = {"targets": list(targets), "cases": {}}
-    counts = dict[str, int]()
-    for name, (model, drafter) in targets.items():
-        asked = exactness.spread(args.prompts, 2 if args.quick else 200, model, 32)
-        for case, counted in exactness.compare(model, drafter, asked, 32, name):
-            about["cases"][f"{name}: {case}"] = counted
-            counts = {f"{what}_tokens": sum(c[what] for c in about["cases"].values()) for what in ("differing", "compared")}
-            yield counts | {"exactness": about | {"prompts": len(asked)}}
-        if drafter is not None:  # by now it is prepacked, and its target
-            about["sampled"] = exactness.sampled(model, drafter, asked[:2], 100 if args.quick else 400)
-            yield counts | {"exactness": about | {"prompts": len(asked)}}
-
-
 def missing(args: argparse.Namespace) -> dict[str, str]:
     """Parts that cannot be measured, and why."""
-    found = {}
-    if not (args.speculator / "config.json").is_file():
-        found = dict.fromkeys(("tiny", "many", "versus", "exactness"), f"--speculator: {args.speculator} has no config.json")
-    if not args.prompts.is_file():
-        found["exactness"] = f"--prompts: {args.prompts} is not there, give a JSONL file of prompts"
-    return found
+    if (args.speculator / "config.json").is_file():
+        return {}
+    return dict.fromkeys(("tiny", "many", "versus"), f"--speculator: {args.speculator} has no config.json")
 
 
 def main() -> None:
@@ -137,8 +98,6 @@ def main() -> None:
     cli.add_argument("--only", nargs="+", choices=PARTS, default=[*PARTS], metavar="PART", help=f"of {', '.join(PARTS)}")
     cli.add_argument("--vllm", metavar="PYTHON", help="the Python of an environment with vLLM's CPU build")
     cli.add_argument("--speculator", type=Path, default=ROOT / "assets" / "tiny_eagle", help="a drafter trained for the tiny target")
-    cli.add_argument("--prompts", type=Path, default=ROOT.parent / "shared" / "data" / "eval" / "spec_bench.jsonl", help="for exactness")
-    cli.add_argument("--second-target", type=Path, default=ROOT.parent / "shared" / "targets" / "stories260K", help="for exactness")
     cli.add_argument("--out", type=Path)
     cli.add_argument("--threads", type=int, default=2)
     args = cli.parse_args()
@@ -162,7 +121,7 @@ def main() -> None:
         console.rule(part, align="left")
         result |= dict.fromkeys(PARTS[part])
         began = time.perf_counter()
-        for found in {"planted": of_planted, "tiny": of_tiny, "many": of_many, "versus": of_versus, "exactness": of_exactness}[part](args):
+        for found in {"planted": of_planted, "tiny": of_tiny, "many": of_many, "versus": of_versus}[part](args):
             measured = result.get("parts", {}) | {part: here | {"seconds": time.perf_counter() - began}}
             result |= found | {"parts": measured}
             args.out.parent.mkdir(parents=True, exist_ok=True)

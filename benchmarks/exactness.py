@@ -7,7 +7,7 @@ Prompts are also read in pieces, side by side, and with beginnings that are shar
 samples, ``decode=auto`` must say the same again, and its first tokens must be distributed as the target's own, whose distribution is known
 exactly: ``p_value`` is the share of as many exact draws that lie as far from it (total variation) or farther.
 
-Writes benchmarks/results/exactness.json, case by case. No timings: it may run beside other work. decode.py has it among its figures.
+Writes benchmarks/results/exactness.json, case by case. No timings: it may run beside other work.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.proposers.open import KEYS, open_proposer
 from headstart.inference.provenance import provenance
-from headstart.inference.reports.lossless import differs
 from headstart.inference.settings import open_decode, open_target
 from headstart.inference.speculator import open_speculator
 
@@ -205,27 +204,6 @@ def sampled(target: Target, drafter: Drafter, prompts: Prompts, samples: int) ->
             farther = int(((drawn_DX / samples - p_X).abs().sum(1) >= apart).sum())
             found.setdefault(name, []).append((1 + farther) / (1 + DRAWS))
     return {"samples": samples, "tokens": FIRST, "top_k": TOP_K, "p_value": found, "samples_that_differ_when_repeated": again}
-
-
-def half_precision(target: Target, drafter: Drafter, prompts: Prompts, new_tokens: int) -> dict[str, Any]:
-    """In bf16 the shape of a pass decides between logits that are nearly equal: every difference is counted, with the gap between
-    the two tokens' logits where it begins. What passes as a tie: inference/reports/lossless.py.
-    """
-    plain = [generate(target, None, p, new_tokens=new_tokens).tokens for p in prompts]
-    compared, gaps = 0, []
-    for policy in track(list(trees().values()), description="bf16", console=console, transient=True):
-        for prompt, said in zip(prompts, plain, strict=True):
-            made = generate(target, Drafting(drafter), prompt, new_tokens=new_tokens, policy=fit_depth(policy, drafter))
-            compared += 1
-            if (apart := differs(target, prompt, said, [made.tokens], new_tokens=new_tokens)) is not None:
-                gaps.append(apart)
-    return {
-        "compared_outputs": compared,
-        "differing_outputs": len(gaps),
-        "over_tolerance": sum(not gap["tie"] for gap in gaps),
-        "tolerance": "how far the gap moves between passes of other shapes, and one rounding of the best logit",
-        "differences": gaps,
-    }
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The tiny target and its trained drafter: single sequences, rules, and many sequences at once. See decode.py."""
+"""The tiny target and its trained drafter: single sequences, and many sequences at once. See decode.py."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import exactness
 from benchmarks.alternatives import (
     Run,
-    accepted_length,
     dynamic,
     figures,
     in_turn,
@@ -21,7 +19,6 @@ from benchmarks.alternatives import (
     seconds,
     settings,
     static,
-    transformers,
     turns,
 )
 from headstart.data import stdlib
@@ -32,7 +29,6 @@ from headstart.inference.decoding.policy import fit_depth
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
-from headstart.inference.decoding.verify import RULES
 from headstart.inference.settings import open_decode, open_guesser, open_target
 
 MANY, CHOICES = (64, 8), (8, 64)  # prompts and new tokens of each; choices of one prompt and new tokens of each
@@ -60,7 +56,6 @@ def tiny(target: Target, speculator: Path, prompts: list[list[int]], repeats: in
         "ours": dynamic(target, Drafting(drafter), policy, new_tokens),
         "plain, static": static(target, None, None, new_tokens),
         "ours, static": static(target, drafter, policy, new_tokens),
-        "generate": transformers(open_tiny(False), new_tokens),
     }
     in_turn(alternatives, prompts[:1], "tiny: first calls are slow")
     runs = in_turn(alternatives, prompts, "tiny", repeats)
@@ -68,7 +63,6 @@ def tiny(target: Target, speculator: Path, prompts: list[list[int]], repeats: in
     best = min(took["ours"], took["ours, static"])
     return {
         "speedup_tiny": min(took["plain"], took["plain, static"]) / best,
-        "speedup_tiny_vs_generate": took["generate"] / best,
         "tiny": {
             "tree": vars(policy),
             "drafter": drafter.config["head"],
@@ -79,21 +73,6 @@ def tiny(target: Target, speculator: Path, prompts: list[list[int]], repeats: in
             "prompts_that_differ": sum(len({tuple(made[i].tokens) for made in runs.values()}) > 1 for i in range(len(prompts))),
         },
     }
-
-
-def rules(target: Target, drafter: Drafter, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
-    """Accepted length at temperature 1 of every rule, with a tree that suits it."""
-    trees = exactness.trees()
-    suited = {name: "chain" if r.chain_only else "dynamic" if r.draw == "top_plus_one" else "fixed" for name, r in RULES.items()}
-    cases = {name: (name, tree) for name, tree in suited.items()} | {"top_plus_one_fixed": ("top_plus_one", "fixed")}
-    found, shapes = {}, {}
-    for name, (rule, tree) in cases.items():
-        how = [SamplingParams(temperature=1.0, rule=rule, seed=i) for i in range(len(prompts))]
-        policy = fit_depth(trees[tree], drafter)
-        made = generate_batch(target, drafter, prompts, new_tokens=new_tokens, policy=policy, sampling=how)
-        found[name] = accepted_length(made)
-        shapes[name] = f"{policy.kind}, {policy.nodes} nodes, depth {policy.depth}; {sum(len(g.emitted) for g in made)} rounds"
-    return {"acceptance_by_rule_t1": found, "trees_of_rules": shapes}
 
 
 def many(target: Target, drafter: Drafter, repeats: int) -> dict[str, Any]:
