@@ -32,7 +32,10 @@ OUTWEIGHED = {("smollm2_135m", head) for head in ("hydra", "medusa")}  # by five
 
 
 def target_yaml(name: str) -> dict[str, Any]:
-    found: Any = OmegaConf.to_container(OmegaConf.load(CONF / "target" / f"{name}.yaml"))
+    """With what it is based on."""
+    own: Any = OmegaConf.load(CONF / "target" / f"{name}.yaml")
+    bases = [target_yaml(base) for base in own.pop("defaults", ()) if base != "_self_"]
+    found: Any = OmegaConf.to_container(OmegaConf.merge(*bases, own))
     return found
 
 
