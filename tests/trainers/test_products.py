@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import subprocess
@@ -58,14 +57,36 @@ def test_a_loss_in_fp32(library: bool, heads: str, chunk: int) -> None:
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
 
 
+STEP = """
+import resource, torch
+from headstart.heads.base import TargetEnds
+from headstart.heads.unembedding import Unembedding
+from headstart.trainers.losses import fused_loss
+
+tokens, depth, vocab, width, chunk = 400, 3, 128_000, 16, 512
+
+def drawn(rows, scale=1.0):
+    made = torch.empty(rows, width, dtype=torch.bfloat16)
+    for block in made.split(1024):  # without a larger tensor on the way, whose memory the step would find
+        block.normal_(std=scale)
+    return made
+
+head, ends = Unembedding(drawn(vocab, width**-0.5)), TargetEnds(torch.nn.Identity(), drawn(vocab, width**-0.5))
+final, x = drawn(tokens)[None], torch.randint(vocab, (1, tokens))
+hidden = [drawn(tokens)[None].requires_grad_() for _ in range(depth)]
+supervised = [torch.arange(tokens)[None] < tokens - d - 1 for d in range(1, depth + 1)]
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+loss = fused_loss(hidden, [head] * depth, final, ends, x, supervised, {"kl": 1.0}, 0.8, chunk, figures=False).loss_sum
+loss.backward()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="pages are glibc's to keep")
 @pytest.mark.slow
 def test_strips_find_their_memory_again() -> None:
     """In a fresh process: what a step maps is one buffer for logits and what the teacher says, not the strips of every depth anew."""
-    vocab, tokens, depth = 128_000, 400, 3
-    case = dict(vocab=vocab, depth=depth, dtype="bf16", trained=False, tokens=tokens, hidden=16, chunk=512)
-    command = [sys.executable, "benchmarks/loss_step.py", "--one", json.dumps(case), "--steps", "1"]
     env = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2], env=env)
+    done = subprocess.run([sys.executable, "-c", STEP], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2], env=env)
     strip = 4 << 20  # bytes of one in fp32
-    assert json.loads(done.stdout)["faults"] * os.sysconf("SC_PAGE_SIZE") < 2 * vocab * (512 + tokens) + 30 * strip
+    assert int(done.stdout) * os.sysconf("SC_PAGE_SIZE") < 2 * 128_000 * (512 + 400) + 30 * strip
