@@ -31,16 +31,22 @@ CHANGES = {
     "trained at depth 1 only": ["loss.depth=1"],
     "trained to depth 5": ["loss.depth=5"],
 }
+DECODED = ("temperature_0", "temperature_1", "chain_temperature_0")  # accepted lengths
+KEPT = ("commit", "device", "prompts", "tree", "train_steps", "train_tokens", "train_seconds", "off_policy_expected_length")
 
 
 def run(name: str, overrides: list[str], runs: Path, quick: bool) -> dict[str, Any]:
-    """The report of one run, in a folder of this name; a finished one is not trained again."""
+    """What is kept of the report of one run, in a folder of this name; a finished one is not trained again."""
     out = runs.resolve() / f"{name}{'-quick' if quick else ''}"
     overrides = [*overrides, *(["experiment=smoke"] if quick else [])]
     print("$ python train.py", *overrides, f"out={out}", flush=True)
     subprocess.run([sys.executable, "train.py", *overrides, f"out={out}"], cwd=ROOT, check=True)
     report: dict[str, Any] = json.loads((out / "report.json").read_text())
-    return report | {"command": " ".join(["python train.py", *overrides])}
+    return {"command": " ".join(["python train.py", *overrides]), **kept(report)}
+
+
+def kept(report: dict[str, Any]) -> dict[str, Any]:
+    return {key: report[key]["accepted_length"] for key in DECODED} | {key: report[key] for key in KEPT}
 
 
 def table(reports: dict[str, dict[str, Any]]) -> str:
@@ -49,8 +55,7 @@ def table(reports: dict[str, dict[str, Any]]) -> str:
         "| --- | ---: | ---: | ---: | ---: |",
     ]
     for name, r in reports.items():
-        lengths = [r[key]["accepted_length"] for key in ("temperature_0", "temperature_1", "chain_temperature_0")]
-        cells = " | ".join(f"{x:.2f}" for x in [*lengths, r["off_policy_expected_length"]])
+        cells = " | ".join(f"{r[key]:.2f}" for key in (*DECODED, "off_policy_expected_length"))
         lines.append(f"| {name} | {cells} |")
     return "\n".join(lines) + "\n"
 
