@@ -1,15 +1,12 @@
-"""Memory and time of EAGLE's training attention with grouped key-value heads, and memory of a long prompt.
+"""Memory of EAGLE's training attention with grouped key-value heads, and of a long prompt.
 
     python benchmarks/step_memory.py            # writes benchmarks/results/step_memory.json
 
 - ``attention_ratio``: peak of the attention part of a training step (what is between the projections, all depths, forward and backward)
   against the way it was before: keys and values repeated for all query heads at every depth anew. Each in a process of its own; the peak
   is the largest resident size the system saw less that before, when queries, keys and values are there already.
-- ``gradient_error``: of the attention part, against the dense mask in float64: the largest difference over the largest gradient.
 - ``prompt_16k_mb``: peak of a prompt that a drafter of the width of Llama-3-8B reads in bf16; what it remembers of it is counted, weights
   and the target's states are not. ``whole``: in one pass, as before.
-- ``step_seconds_ratio``: of whole steps (unroll, loss, backward), ours over before, taken in turns: the larger of the medians of the two
-  kinds of shapes, those of the target ``tiny`` and those above.
 """
 
 from __future__ import annotations
@@ -17,23 +14,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.loss_memory import ours as loss_of
-from benchmarks.loss_memory import random_batch, rss
+from benchmarks.loss_memory import rss
 from headstart.heads import hub
 from headstart.heads.base import Drafter, Roots, TargetEnds, TargetShape
 from headstart.heads.files import put_text
@@ -94,10 +87,8 @@ def as_before() -> Iterator[None]:
         ChainSees.attend = own  # type: ignore[method-assign]
 
 
-def attention_part(tokens: int, depth: int, dtype: torch.dtype, closed_form: bool = True) -> tuple[Callable[[], None], list[Tensor]]:
-    """(forward and backward of the attention alone, what it is given: queries, keys, values of every depth). Gradients stay at these
-    only where ``closed_form`` is compared; in a step the projections take them at once.
-    """
+def attention_part(tokens: int, depth: int, dtype: torch.dtype) -> tuple[Callable[[], None], list[Tensor]]:
+    """(forward and backward of the attention alone, what it is given: queries, keys, values of every depth)."""
     g, rope = torch.Generator().manual_seed(0), Rope(ROPE, HEAD_DIM, 2 * tokens)
     cos_sin = rope(torch.arange(tokens)[None])
 
@@ -108,7 +99,7 @@ def attention_part(tokens: int, depth: int, dtype: torch.dtype, closed_form: boo
     weight = torch.randn(1, HEADS, 1, HEAD_DIM, generator=g).to(dtype)
 
     def step() -> None:
-        memory, sees, loss = Memory(), ChainSees(closed_form=closed_form), torch.zeros((), dtype=dtype)
+        memory, sees, loss = Memory(), ChainSees(), torch.zeros((), dtype=dtype)
         for q, k, v in zip(leaves[::3], leaves[1::3], leaves[2::3], strict=True):
             found = sees.attend(rotate(q, cos_sin), memory.write(0, rotate(k, cos_sin), v))
             loss, sees = loss + (found * weight).sum(), sees.deeper()
@@ -129,7 +120,7 @@ def peak(run: Callable[[], Any]) -> float:
 def attention_mb(variant: str, tokens: int, depth: int) -> float:
     attention_part(16, 2, torch.float32)[0]()  # loads what the first call loads
     step, leaves = attention_part(tokens, depth, torch.float32)
-    for leaf in leaves:
+    for leaf in leaves:  # in a step the projections take their gradients at once
         leaf.register_post_accumulate_grad_hook(lambda x: setattr(x, "grad", None))
     if variant == "ours":
         return peak(step)
@@ -137,27 +128,17 @@ def attention_mb(variant: str, tokens: int, depth: int) -> float:
         return peak(step)
 
 
-def gradient_error(tokens: int, depth: int) -> float:
-    """float32 as it is trained, beside a dense mask in float64 over the same numbers."""
-    found = []
-    for dtype, closed_form in ((torch.float32, True), (torch.float64, False)):
-        step, leaves = attention_part(tokens, depth, dtype, closed_form)
-        step()
-        found.append([leaf.grad.double() for leaf in leaves if leaf.grad is not None])
-    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(*found, strict=True))
-
-
-def drafter_of(hidden: int, heads: int, kv_heads: int, head_dim: int, ffn: int, vocab: int, dtype: torch.dtype) -> Drafter:
+def drafter_of(hidden: int, ffn: int, vocab: int = 512) -> Drafter:
     torch.manual_seed(0)
-    drafter = hub.build("eagle", TargetShape("llama", hidden, 32, heads, kv_heads, head_dim, ffn, vocab, 32768, 1e-6, ROPE, "float32"))
-    embedding = nn.Embedding(vocab, hidden).to(dtype).requires_grad_(False)
-    drafter.attach(TargetEnds(embedding, (torch.randn(vocab, hidden) / hidden**0.5).to(dtype)))
-    return drafter.to(dtype)
+    shape = TargetShape("llama", hidden, 32, HEADS, KV_HEADS, HEAD_DIM, ffn, vocab, 32768, 1e-6, ROPE, "float32")
+    drafter = hub.build("eagle", shape)
+    drafter.attach(TargetEnds(nn.Embedding(vocab, hidden).bfloat16(), (torch.randn(vocab, hidden) / hidden**0.5).bfloat16()))
+    return drafter.bfloat16().eval()
 
 
 @torch.inference_mode()
 def prompt_mb(variant: str, tokens: int, hidden: int, ffn: int) -> float:
-    drafter = drafter_of(hidden, HEADS, KV_HEADS, HEAD_DIM, ffn, 512, torch.bfloat16).eval()
+    drafter = drafter_of(hidden, ffn)
 
     def roots(n: int) -> Roots:
         x = torch.randint(512, (1, n))
@@ -175,38 +156,9 @@ def prompt_mb(variant: str, tokens: int, hidden: int, ffn: int) -> float:
     return peak(lambda: read(given, Slots(tokens)))
 
 
-def step_seconds(shape: dict[str, int], rows: int, tokens: int, depth: int, repeats: int, conf: Any) -> dict[str, Any]:
-    """Medians of whole steps in turns."""
-    drafter = drafter_of(**shape, dtype=torch.float32)
-    batch = random_batch(drafter, tokens, torch.float32)
-    for name in ("tokens_BT", "loss_mask_BT", "positions_BT", "documents_BT", "final_BTD"):
-        setattr(batch, name, getattr(batch, name).expand(rows, *[-1] * (getattr(batch, name).ndim - 1)).contiguous())
-    batch.states = {tap: state.expand(rows, -1, -1).contiguous() for tap, state in batch.states.items()}
-
-    def step() -> float:
-        start = time.perf_counter()
-        loss_of(drafter, batch, depth, conf.decay, conf.chunk).backward()
-        drafter.zero_grad(set_to_none=True)
-        return time.perf_counter() - start
-
-    step()
-    pairs = []
-    for turn in range(repeats):
-        pair = {}
-        for variant in ("ours", "before") if turn % 2 else ("before", "ours"):
-            if variant == "ours":
-                pair[variant] = step()
-            else:
-                with as_before():
-                    pair[variant] = step()
-        pairs.append(pair)
-    middle = {key: statistics.median(pair[key] for pair in pairs) for key in ("before", "ours")}
-    return {**middle, "ratio": statistics.median(pair["ours"] / pair["before"] for pair in pairs), "turns": repeats}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = dict(tokens=2048, depth=7, reference=512, prompt=16384, hidden=4096, ffn=14336, turns=5)
+    sizes = dict(tokens=2048, depth=7, prompt=16384, hidden=4096, ffn=14336)
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "step_memory.json")
@@ -231,27 +183,13 @@ def main() -> None:
     attention, prompt = both("attention"), both("prompt")
     print(f"attention: {attention['before']:.0f} MB before, {attention['ours']:.0f} MB; prompt: {prompt['before']:.0f} MB in one pass, "
           f"{prompt['ours']:.0f} MB")  # fmt: skip
-    error = gradient_error(args.reference, args.depth)
-    conf: Any = OmegaConf.load(ROOT / "conf" / "config.yaml").loss
-    narrow = dict(hidden=512, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, ffn=1024, vocab=2048)
-    tiny = json.loads((ROOT / "assets" / "tiny" / "config.json").read_text())
-    names = dict(hidden="hidden_size", heads="num_attention_heads", kv_heads="num_key_value_heads", head_dim="head_dim",
-                 ffn="intermediate_size", vocab="vocab_size")  # fmt: skip
-    step = {
-        "tiny": step_seconds({key: tiny[name] for key, name in names.items()}, 8, 256, args.depth, 3 * args.turns, conf),
-        "grouped": step_seconds(narrow, 1, args.tokens, args.depth, args.turns, conf),
-    }
-    print(f"gradients {error:.1e} off the dense reference; step " + ", ".join(f"{k} {v['ratio']:.3f}" for k, v in step.items()))
     results = {
         "command": " ".join(["python", "benchmarks/step_memory.py", *sys.argv[1:]]),
         "settings": {**{name: getattr(args, name) for name in sizes}, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM},
         "attention_ratio": attention["ours"] / attention["before"],
         "prompt_16k_mb": prompt["ours"],
-        "step_seconds_ratio": max(part["ratio"] for part in step.values()),
         "attention_mb": attention,
         "prompt_mb": {"whole": prompt["before"], "ours": prompt["ours"]},
-        "gradient_error": error,
-        "step_seconds": step,
         "machine": machine(torch.device("cpu")),
         "provenance": provenance(),
     }

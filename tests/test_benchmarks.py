@@ -310,7 +310,7 @@ def test_the_ways_to_read_a_prompt_say_what_plain_decoding_says() -> None:
 
 
 def test_attention_as_it_was_before_says_the_same() -> None:
-    """What the figures of memory and time compare with: the same gradients, of repeated keys."""
+    """What the figures of memory compare with: the same gradients, of repeated keys."""
     found = []
     for before in (False, True):
         step, leaves = step_memory.attention_part(24, 3, torch.float64)
@@ -319,7 +319,6 @@ def test_attention_as_it_was_before_says_the_same() -> None:
         found.append([leaf.grad for leaf in leaves])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
-    assert step_memory.gradient_error(24, 3) < 1e-5
 
 
 # ---- growth ----
