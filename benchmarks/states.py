@@ -2,8 +2,8 @@
 
     python benchmarks/states.py            # about 9 minutes on one thread; writes benchmarks/results/states.json
 
-The shipped target reads so many rows of the standard library once; what it says of them is captured as bf16, fp8 and int8 (as `python -m
-data storage=...` does). The same drafter is then trained from each, on the same rows in the same order from the same first weights, and its
+What the shipped target says of so many rows of the standard library is captured as bf16, fp8 and int8 (as `python -m data storage=...`
+does). The same drafter is then trained from each, on the same rows in the same order from the same first weights, and its
 exported folder decodes held-out prompts: chains of 6, at temperature 0, and at 1 by block verification. A run that was cut off goes on
 with the same command (``--scratch``).
 
@@ -17,21 +17,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.alternatives import RESULTS, accepted_length, for_run, settings
 from benchmarks.tiny import held_out
 from headstart.data.capture import capture, mean_errors
-from headstart.data.packed import Laid, Packed
+from headstart.data.packed import InMemory, Packed
 from headstart.data.shards import Shards
 from headstart.data.source import open_source
 from headstart.data.storage import STORAGES
@@ -52,39 +49,6 @@ POLICY = TreePolicy(kind="chain", depth=6)
 CONTROL = "another seed"
 
 
-class First(Packed):
-    """So many rows of more."""
-
-    def __init__(self, packed: Packed, count: int) -> None:
-        self.packed, self.count, self.length = packed, count, packed.length
-
-    def __len__(self) -> int:
-        return self.count
-
-    def lay(self, rows: NDArray[np.int64]) -> Laid:
-        return self.packed.lay(rows)
-
-    def digest(self) -> str:
-        return f"{self.packed.digest()}, the first {self.count}"
-
-
-class Once:
-    """A target that is asked several times and reads once. Nothing is rounded on the way."""
-
-    def __init__(self, target: Target) -> None:
-        self.shape, self.device, self.card, self.fingerprint = target.shape, target.device, target.card, target.fingerprint
-        self.target, self.said = target, dict[bytes, Any]()
-
-    def begin(self, tokens_BT: Tensor, positions_BT: Tensor) -> None:
-        """As a target does that reads here."""
-
-    def read(self, tokens_BT: Tensor, positions_BT: Tensor, taps: Collection[int]) -> tuple[dict[int, Tensor], Tensor]:
-        key = tokens_BT.numpy().tobytes()
-        if key not in self.said:
-            self.said[key] = self.target.read(tokens_BT, positions_BT, taps)
-        return self.said[key]
-
-
 def captured(scratch: Path, steps: int) -> dict[str, Shards]:
     """Folders of the same rows, by storage."""
     folders = {name: scratch / f"shards-{name}" for name in STORAGES}
@@ -93,9 +57,9 @@ def captured(scratch: Path, steps: int) -> dict[str, Shards]:
     taps = hub.build(settings("config")["head"]["name"], target.shape, **head).taps
     source = open_source(settings("config")["data"], target, length=LENGTH, seed=0)
     assert source.packed is not None and isinstance(source.held_out, Packed)
-    few, once, made = First(source.packed, steps * BATCH), Once(target), dict[str, Shards]()
+    few, made = InMemory(*source.packed.lay(np.arange(steps * BATCH))), dict[str, Shards]()
     for name, folder in folders.items():
-        found = capture(few, once, taps, folder, storage=name, held_out=source.held_out)
+        found = capture(few, target, taps, folder, storage=name, held_out=source.held_out)
         assert found is not None
         made[name] = found
     return made
