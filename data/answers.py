@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.decode import check_prompt
@@ -19,6 +19,11 @@ from headstart.inference.decoding.row import Row
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.serving.text import Reader
+
+if TYPE_CHECKING:
+    from headstart.data.endpoint import ByEndpoint
+
+Answers: TypeAlias = "ByEngine | ByEndpoint"
 
 # The output file keeps the order of the source. So finished conversations wait in memory for a longer one before them. At most AHEAD times
 # as many conversations are begun as are answered at once.
@@ -55,34 +60,6 @@ class Line:
         except StopIteration as end:
             self.prompt, self.result = None, end.value
         return self.prompt is not None
-
-
-class Answers(Protocol):
-    """The interface of what answers prompts: the engine in this process, or an endpoint."""
-
-    @property
-    def name(self) -> str:
-        """The name of the answering model, for the output file."""
-
-    @property
-    def max_length(self) -> int:
-        """The most tokens of a prompt and its answer together."""
-
-    @property
-    def free(self) -> int:
-        """How many more prompts may be asked now."""
-
-    def unfit(self, prompt: Sequence[int]) -> str | None:
-        """The reason why this prompt cannot be answered, or None if it can."""
-
-    def ask(self, line: Line) -> None:
-        """Start answering the prompt of a line."""
-
-    def wait(self) -> list[tuple[Line, Answer]]:
-        """Wait until at least one prompt is answered. Returns the answered lines with their answers."""
-
-    def close(self) -> None:
-        """Release all resources."""
 
 
 def drive(lines: Iterable[Line], answers: Answers, rows: int, told: Callable[[Answer], object]) -> Iterator[Line]:
