@@ -61,11 +61,11 @@ def rows_of(target: Target, prompts: Sequence[Sequence[int]], seed: int = 0) -> 
     return [packed.batch(slice(i, i + 4)) for i in range(0, len(packed), 4)]
 
 
-def taught(drafter: Drafter, target: Target, prompts: Sequence[Sequence[int]], steps: int, depth: int = 3) -> Drafter:
+def taught(drafter: Drafter, target: Target, prompts: Sequence[Sequence[int]], steps: int) -> Drafter:
     """Trained in seconds on the target's greedy answers to these prompts, by heart."""
     drafter.attach(target.ends)
     drafter.start_from(target.ends)
-    depth, roots = min(depth, drafter.max_depth or depth), []
+    depth, roots = min(3, drafter.max_depth or 3), []
     for prompt in prompts:
         tokens_1T = torch.tensor([[*prompt, *generate(target, None, prompt, new_tokens=ANSWER, stop_ids=()).tokens]])
         states, _ = target.read(tokens_1T, torch.arange(tokens_1T.shape[1])[None], drafter.taps)

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.alternatives import ROOT, accepted_length, console, settings
 from benchmarks.pair import first_layers
-from headstart.data.prompts import prompts as read_prompts
+from headstart.data.prompts import read
 from headstart.heads import hub
 from headstart.heads.base import Drafter
 from headstart.heads.files import put_text
@@ -62,7 +62,7 @@ def trees() -> dict[str, TreePolicy]:
 
 def spread(path: Path, count: int, target: Target, new_tokens: int) -> list[list[int]]:
     """So many prompts, evenly over the file, cut to what fits the target's context."""
-    found = [p["tokens"] for p in read_prompts(str(path), None, target.tokenizer)]
+    found = [p["tokens"] for p in read(str(path), target.tokenizer, "prompts")]
     count = min(count, len(found))
     return [found[i * len(found) // count][: target.shape.max_positions - new_tokens] for i in range(count)]
 

@@ -32,10 +32,11 @@ READING = 3  # and before those, while the last prompts of a batch are read
 class Bench:
     """The machine, the shapes, and the target."""
 
-    def __init__(self, smoke: bool, bandwidth: float | None) -> None:
+    def __init__(self, smoke: bool) -> None:
         from transformers import AutoModelForCausalLM, LlamaConfig
 
-        self.smoke, self.bandwidth = smoke, bandwidth
+        self.smoke = smoke
+        self.bandwidth: float | None = None  # bytes a second, once it is measured
         self.device = torch.device("cpu" if smoke or not torch.cuda.is_available() else "cuda")
         shape = TOY if smoke else LARGE
         kv = {"num_key_value_heads": shape["num_attention_heads"] // 4, "max_position_embeddings": 8192, "tie_word_embeddings": False}

@@ -32,7 +32,7 @@ def write(out: Path | None, row: str, found: dict[str, Any]) -> None:
 
 def run_part(name: str, rows: Callable[[Bench], Iterator[Row]], smoke: bool, out: Path | None) -> None:
     start = time.perf_counter()
-    bench = Bench(smoke, None)
+    bench = Bench(smoke)
     bench.wait()
     about = {"seconds": time.perf_counter() - start, "machine": machine(bench.device), **provenance()}
     write(out, f"{name}: target made", about)

@@ -43,17 +43,17 @@ RANDOM: dict[str, Any] = dict(vocab_size=512, hidden_size=64, num_hidden_layers=
                               head_dim=16, intermediate_size=128, max_position_embeddings=512)  # fmt: skip
 
 
-def random_target(architecture: str = "qwen3") -> Target:
+def random_target() -> Target:
     """Of larger weights than usual, so that it says something."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **RANDOM), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **RANDOM), dtype=torch.float32)
     for p in model.parameters():
         if p.ndim > 1:
             torch.nn.init.normal_(p, std=0.2)
     model.config.eos_token_id = model.generation_config.eos_token_id = None
-    return Target(model, name=f"random {architecture}")
+    return Target(model, name="random qwen3")
 
 
 def targets(folders: Sequence[str]) -> Iterator[tuple[str, Target]]:

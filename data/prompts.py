@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from typing import Any, NamedTuple
 
 from headstart.data.rows import file_rows, parsed
@@ -15,17 +14,19 @@ from headstart.inference.serving.text import BadRow, asking, conversation, ids, 
 NAMED = 100  # a message names at most so many of the prompts that do not fit
 
 
-def prompts(path: str, count: int | None, tokenizer: Any) -> list[dict[str, Any]]:
-    """The first ``count`` prompts (None: all) of a file of JSON lines or a JSON array, each as {"id", "tokens"}.
+def read(path: str, tokenizer: Any, key: str) -> Iterator[dict[str, Any]]:
+    """The prompts of a file of JSON lines or a JSON array, each as {"id", "tokens"}. ``key``: the user's setting for the file, for errors.
 
     A row holds ``turns`` (the first is taken), ``messages`` or ``conversations`` (up to the last user turn), ``prompt`` or ``text``. All
-    but ``text`` go through the chat template if the tokenizer has one. Raises ``UserError`` for a row that is none of these, and for a
-    file without prompts.
+    but ``text`` go through the chat template if the tokenizer has one. Raises ``UserError`` for a row that is none of these.
     """
-    found = list(islice(_read(path, tokenizer, "prompts"), count))
-    if not found:
-        raise UserError(f"prompts={path}: no prompts in it")
-    return found
+    for number, row in enumerate(file_rows(path, key), 1):
+        try:
+            found = parsed(row.value)
+            name = next((found[key] for key in ("id", "question_id") if found.get(key) is not None), number)
+            yield {"id": str(name), "tokens": _prompt(found, tokenizer)}
+        except BadRow as error:
+            raise UserError(f"{row.where}: {error}") from None
 
 
 class Size(NamedTuple):
@@ -43,13 +44,13 @@ class Size(NamedTuple):
 def fitting(
     path: str, count: int | None, target: TargetInfo, new_tokens: int, on_long: str, *, keys: tuple[str, str, str]
 ) -> list[list[int]]:
-    """The tokens of ``prompts``, which must all fit the target's context with ``new_tokens`` more tokens. With ``on_long="skip"``, those
-    that do not fit are skipped, and others take their place; a line names them. Otherwise UserError does. ``keys``: the names of the
-    user's settings for the file, ``new_tokens`` and ``on_long``, for errors.
+    """The tokens of the first ``count`` prompts of a file (None: all), which must all fit the target's context with ``new_tokens`` more
+    tokens. With ``on_long="skip"``, those that do not fit are skipped, and others take their place; a line names them. Otherwise UserError
+    does. ``keys``: the names of the user's settings for the file, ``new_tokens`` and ``on_long``, for errors.
     """
     key, new, setting = keys
     found, sizes, long = list[list[int]](), list[Size](), list[Size]()
-    for prompt in _read(path, target.tokenizer, key):
+    for prompt in read(path, target.tokenizer, key):
         size = Size(prompt["id"], len(prompt["tokens"]), longest(target, len(prompt["tokens"])))
         if on_long == "skip" and not size.fits(new_tokens):
             long.append(size)
@@ -98,16 +99,6 @@ def check_sizes(sizes: Sequence[Size], new_tokens: int, new: str, advice: str = 
 
 def _some(names: list[str]) -> str:
     return ", ".join(name[:100] for name in names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
-
-
-def _read(path: str, tokenizer: Any, key: str) -> Iterator[dict[str, Any]]:
-    for number, row in enumerate(file_rows(path, key), 1):
-        try:
-            found = parsed(row.value)
-            name = next((found[key] for key in ("id", "question_id") if found.get(key) is not None), number)
-            yield {"id": str(name), "tokens": _prompt(found, tokenizer)}
-        except BadRow as error:
-            raise UserError(f"{row.where}: {error}") from None
 
 
 def _prompt(row: dict[str, Any], tokenizer: Any) -> list[int]:

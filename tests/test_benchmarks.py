@@ -196,7 +196,7 @@ def test_rounds_and_their_costs_are_counted_whatever_reads_the_rows(monkeypatch:
 
 
 def test_verdicts_that_are_asked_for_are_given_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench, tree = Bench(smoke=True, bandwidth=None), TreePolicy(depth=3, nodes=6, branch=2, expand=2)
+    bench, tree = Bench(smoke=True), TreePolicy(depth=3, nodes=6, branch=2, expand=2)
     drafter = bench.drafter()
     monkeypatch.setattr("headstart.inference.decoding.rounds.choose", accepting([1.0, 1.0, 0.0], bench.device))
     engine = bench.engine(drafter, 2, [tree])

@@ -86,16 +86,16 @@ def prune(run: Path, keep: int, *also: int | None) -> None:
             remove(old)
 
 
-def best(places: Iterable[Path], by: str = "heldout_expected_length") -> int | None:
-    """The step of the checkpoint whose ``state.json`` holds the highest figure ``by``; the first of equal ones. None if no checkpoint was
-    evaluated.
+def best(places: Iterable[Path]) -> int | None:
+    """The step of the checkpoint with the highest ``heldout_expected_length`` in its ``state.json``; the first of equal ones. None if no
+    checkpoint was evaluated.
     """
     found = []
     for folder in folders(*places):
         with suppress(UserError):  # skip damaged ones
             figures = read_json(folder / "state.json").get("figures")
-            if isinstance(figures, dict) and isinstance(figures.get(by), float):
-                found.append((figures[by], -step_of(folder)))
+            if isinstance(figures, dict) and isinstance(length := figures.get("heldout_expected_length"), float):
+                found.append((length, -step_of(folder)))
     return -max(found)[1] if found else None
 
 

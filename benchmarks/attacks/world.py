@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.attacks.outcome import Called, door
+from benchmarks.attacks.outcome import door
 from headstart.trainers import checkpoint
 from tests.trainers.conftest import save_target, small_run
 
@@ -55,7 +54,7 @@ class World:
         return [*self.decoding[:-3], "count=1", "new_tokens=2", "sequences=1"]
 
 
-def build(folder: Path, say: Callable[[str], None] = lambda text: None) -> World:
+def build(folder: Path) -> World:
     """All of it, by the doors themselves."""
     world = World(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -73,7 +72,6 @@ def build(folder: Path, say: Callable[[str], None] = lambda text: None) -> World
         ("data", world.shards(folder / "shards")),
         ("data regenerate", world.answers(folder / "answers.jsonl")),
     ):
-        say(f"{name} ...")
         done = door(name, words, folder)
         if done.code:
             raise SystemExit(f"{name} does not work at all:\n{done.said}")
@@ -87,7 +85,3 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
 
 def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
-def ran(called: Called) -> bool:
-    return called.code == 0

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from headstart.data.mask_check import check_masks
 from headstart.data.packed import Document
-from headstart.data.prompts import prompts
+from headstart.data.prompts import read
 from headstart.heads.errors import UserError
 from tests.data.chats import documents
 
@@ -265,17 +265,20 @@ def test_prompts(tokenizer, write):
         {"question_id": 7, "conversations": [{"from": "human", "value": "One?"}, {"from": "gpt", "value": "1"}]},
         {"id": None, "question_id": "q6", "turns": None, "messages": None, "prompt": "One?"},  # of a data set whose rows differ
     ]
-    found = prompts(write(rows), None, fast)
+
+    def prompts(rows, tokenizer):
+        return list(read(write(rows), tokenizer, "prompts"))
+
+    found = prompts(rows, fast)
     asked = "<|start|>user\nOne?<|end|>\n<|start|>assistant\n"
     assert [p["id"] for p in found] == ["q1", "2", "3", "4", "7", "q6"]
     texts = [fast.decode(p["tokens"]) for p in found]
     assert texts[0] == texts[1] == texts[4] == texts[5] == asked
     assert texts[2] == "One?"
     assert texts[3] == fast.apply_chat_template(messages_of(TALKS[0])["messages"][:3], tokenize=False, add_generation_prompt=True)
-    assert len(prompts(write(rows), 2, fast)) == 2
-    assert [raw.decode(p["tokens"]) for p in prompts(write(rows[:3]), None, raw)] == ["One?"] * 3
+    assert [raw.decode(p["tokens"]) for p in prompts(rows[:3], raw)] == ["One?"] * 3
     for bad, says in [({"question": "?"}, "not a prompt"), ({"prompt": "  "}, "empty"), ("{", "not JSON"), ({"turns": [3]}, "not text")]:
         with pytest.raises(UserError, match=f"line 2: .*{says}"):
-            prompts(write([rows[0], bad]), None, fast)
+            prompts([rows[0], bad], fast)
     with pytest.raises(UserError, match="no chat template"):
-        prompts(write(rows[3:4]), None, raw)
+        prompts(rows[3:4], raw)

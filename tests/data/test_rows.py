@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from headstart.data import rows as rows_module
-from headstart.data.prompts import prompts
+from headstart.data.prompts import fitting
+from headstart.data.prompts import read as read_prompts
 from headstart.data.rows import file_rows, kept, parsed, read_text, rows
 from headstart.data.source import open_source
 from headstart.data.text import texts
@@ -100,7 +101,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 }
 READERS: dict[str, Callable[[str, Any], object]] = {
     "chat": lambda path, target: documents(path, target.tokenizer),
-    "prompts": lambda path, target: prompts(path, None, target.tokenizer),
+    "prompts": lambda path, target: fitting(path, None, target, 1, "error", keys=("prompts", "new_tokens", "on_long")),
     "text": lambda path, target: texts(0, path=path, split="", subset="", field="text", suffixes=[], on_bad="error"),
 }
 
@@ -198,4 +199,4 @@ def test_sharegpt_as_it_is_found(target: Any, tmp_path: Path) -> None:
     given = {"name": "chat", "path": str(path), "split": "train", "on_bad": "skip"}
     source = open_source(given, target, length=16, seed=0)
     assert source.packed is not None and source.prompts(1, 4)
-    assert [p["id"] for p in prompts(str(path), 1, target.tokenizer)] == ["a_0"]
+    assert next(read_prompts(str(path), target.tokenizer, "prompts"))["id"] == "a_0"
