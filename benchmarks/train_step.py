@@ -25,8 +25,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -42,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.loss_memory import shape
 from benchmarks.train_step_side import SIDES, TAPS
+from benchmarks.vllm_side import Client
 from headstart.heads import hub
 from headstart.heads.files import put_text
 from headstart.inference.provenance import machine, provenance
@@ -50,37 +49,21 @@ ROOT = Path(__file__).resolve().parents[1]
 PEERS = [side for side in SIDES if side != "headstart"]
 
 
-class Side:
+class Side(Client):
     """A process with a model, which takes a step where it is asked."""
 
     def __init__(self, python: str, side: str, folder: Path, case: dict[str, Any]) -> None:
-        self.said = tempfile.TemporaryFile("w+")  # noqa: SIM115
         command = [python, str(Path(__file__).with_name("train_step_side.py")), side, str(folder), json.dumps(case)]
-        env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.said, text=True, env=env)
+        super().__init__(side, command, {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
         self.best: dict[str, Any] = {}
 
-    def hear(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        if line := self.process.stdout.readline():
-            found: dict[str, Any] = json.loads(line)
-            return found
-        status = self.process.wait()
-        self.said.seek(0)
-        raise SystemExit(f"{self.process.args!r} gave no result ({status}; -9: out of memory):\n{self.said.read()[-4000:]}")
-
     def step(self) -> None:
-        assert self.process.stdin is not None
-        print(file=self.process.stdin, flush=True)
+        self.say({})
         made = self.hear()
         most = max(made["peak_bytes"], self.best.get("peak_bytes", 0))  # the first step's: later ones find memory that was kept
         if not self.best or made["seconds"] < self.best["seconds"]:
             self.best = made
         self.best["peak_bytes"] = most
-
-    def close(self) -> None:
-        self.process.communicate()
-        self.said.close()
 
 
 def write(folder: Path, vocab: int, hidden: int, tokens: int, device: str) -> None:

@@ -23,33 +23,19 @@ ENVIRONMENT = {  # one process, the engine in it; nothing from or to a network
 USUAL = {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 256 << 20, "enable_prefix_caching": False}
 
 
-class Vllm:
-    """An engine with these arguments of ``vllm.LLM``, started at once; ``version`` waits for it. ``openmp``: a library to load before all.
+class Client:
+    """A process that answers in lines of JSON, started at once. ``env``: beside what is set here.
 
-    Raises RuntimeError with the end of what vLLM said where it does not start, or fails.
+    ``hear`` raises RuntimeError with the end of what it said where it has ended (exit status -9: out of memory).
     """
 
-    def __init__(self, python: str, settings: dict[str, Any], threads: int = 1, openmp: Path | None = None) -> None:
-        self.said = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        env = os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)} | ({} if openmp is None else {"LD_PRELOAD": str(openmp)})
+    def __init__(self, name: str, command: list[str], env: dict[str, str]) -> None:
+        self.name, self.said = name, tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
-            [python, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.said, text=True, env=env
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.said, text=True, env=os.environ | env
         )
-        self._say(USUAL | settings)
 
-    @cached_property
-    def version(self) -> str:
-        return str(self._hear()["version"])
-
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """``prompts`` (token ids), one after the other, at temperature 0; ``new_tokens`` each, up to a token of ``stop``. Their ``tokens``
-        and the ``seconds`` they took; where the engine keeps statistics (``disable_log_stats=False``), what became of its guesses.
-        """
-        _ = self.version
-        self._say(request)
-        return self._hear()
-
-    def _say(self, what: dict[str, Any]) -> None:
+    def say(self, what: dict[str, Any]) -> None:
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(what) + "\n")
@@ -57,14 +43,14 @@ class Vllm:
         except BrokenPipeError:
             pass  # it has ended: who reads its answer is told
 
-    def _hear(self) -> dict[str, Any]:
+    def hear(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         if line := self.process.stdout.readline():
             found: dict[str, Any] = json.loads(line)
             return found
         status = self.process.wait()
         self.said.seek(0)
-        raise RuntimeError(f"vLLM gave no result (exit status {status}):\n{self.said.read()[-4000:]}")
+        raise RuntimeError(f"{self.name} gave no result (exit status {status}):\n{self.said.read()[-4000:]}")
 
     def close(self) -> None:
         try:
@@ -73,6 +59,27 @@ class Vllm:
             self.process.kill()
             self.process.wait()
         self.said.close()
+
+
+class Vllm(Client):
+    """An engine with these arguments of ``vllm.LLM``; ``version`` waits for it. ``openmp``: a library to load before all."""
+
+    def __init__(self, python: str, settings: dict[str, Any], threads: int = 1, openmp: Path | None = None) -> None:
+        env = ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)} | ({} if openmp is None else {"LD_PRELOAD": str(openmp)})
+        super().__init__("vLLM", [python, __file__], env)
+        self.say(USUAL | settings)
+
+    @cached_property
+    def version(self) -> str:
+        return str(self.hear()["version"])
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """``prompts`` (token ids), one after the other, at temperature 0; ``new_tokens`` each, up to a token of ``stop``. Their ``tokens``
+        and the ``seconds`` they took; where the engine keeps statistics (``disable_log_stats=False``), what became of its guesses.
+        """
+        _ = self.version
+        self.say(request)
+        return self.hear()
 
     def __enter__(self) -> Vllm:
         return self
