@@ -114,7 +114,7 @@ def step(target: Target, arms: Sequence[Arm], tokens_BT: torch.Tensor, half: boo
         seen = look(batch, target, sorted({tap for arm in arms for tap in arm.drafter.taps}))
     for drafter, learner, optimizers in arms:
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
-            out = learner(seen, figures=False, ask_BA=learner.anchors(seen))
+            out = learner(seen, figures=False, wanted=learner.wanted(seen))
         (out.loss_sum / out.weight_sum).backward()
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
         for optimizer in optimizers:

@@ -91,21 +91,19 @@ class Joint(Learner):
         lr = self.settings["lr"]
         return [torch.optim.AdamW([{"params": list(self.lora.values()), "peak_lr": lr}], lr=lr, betas=betas, weight_decay=0.0, fused=True)]
 
-    def forward(
-        self, batch: TargetBatch, figures: bool = True, ask_BA: Tensor | None = None, done: float = 1.0, wanted: Wanted | None = None
-    ) -> LossOut:
+    def forward(self, batch: TargetBatch, figures: bool = True, done: float = 1.0, wanted: Wanted | None = None) -> LossOut:
         """As ``Learner.forward``. ``batch`` holds the states of the original target. In evaluation the teacher is the adapted target,
         because it will verify the guesses.
         """
         if self.training and done < self.settings["start"]:
-            out = super().forward(batch, figures, ask_BA, done, wanted)
+            out = super().forward(batch, figures, done, wanted)
             # DistributedDataParallel waits for every gradient; with zero gradients only, AdamW leaves the adapter unchanged
             out.loss_sum = out.loss_sum + 0.0 * sum(p.sum() for p in self.lora.values())
             return out
         states, final_BTD = self.target.read_with_grad(batch.tokens_BT, batch.positions_BT, self.drafter.taps)
         if not self.training:
-            return super().forward(replace(batch, states=states, final_BTD=final_BTD), figures, ask_BA, done, wanted)
-        out = super().forward(replace(batch, states=states), figures, ask_BA, done, wanted)
+            return super().forward(replace(batch, states=states, final_BTD=final_BTD), figures, done, wanted)
+        out = super().forward(replace(batch, states=states), figures, done, wanted)
         mask_BT = batch.supervised(0)
         apart = divergence(batch.final_BTD[mask_BT], final_BTD[mask_BT], self.target.ends, self.chunk)
         out.loss_sum = out.loss_sum + self.settings["weight"] * apart

@@ -139,15 +139,12 @@ class Learner(nn.Module):
         counts_K: list[int] = torch.stack(wanted.supervised).sum((1, 2)).tolist()
         return sum(self.decay**k * count for k, count in enumerate(counts_K))
 
-    def forward(
-        self, batch: TargetBatch, figures: bool = True, ask_BA: Tensor | None = None, done: float = 1.0, wanted: Wanted | None = None
-    ) -> LossOut:
+    def forward(self, batch: TargetBatch, figures: bool = True, done: float = 1.0, wanted: Wanted | None = None) -> LossOut:
         """The loss of a batch, undivided. ``done``: the share of the training that is over. ``wanted``: the guesses that count, from the
-        method ``wanted``; None: all supervised guesses of the roots ``ask_BA`` [B, A] (None: of every root). ``figures=False`` skips what
-        is only logged. Raises UserError if the drafter lacks what a setting needs: a correction, candidates, a confidence, or states of
-        size D.
+        method ``wanted``; None: all supervised guesses. ``figures=False`` skips what is only logged. Raises UserError if the drafter lacks
+        what a setting needs: a correction, candidates, a confidence, or states of size D.
         """
-        wanted = wanted or Wanted(ask_BA, self.supervised(batch, ask_BA))
+        wanted = wanted or Wanted(None, self.supervised(batch, None))
         roots, drafter = batch.roots(), self.drafter
         if not torch.is_autocast_enabled(batch.final_BTD.device.type):
             roots = roots.to(next(drafter.parameters()).dtype)
@@ -239,7 +236,7 @@ def evaluate(learner: Learner, batches: list[TargetBatch], depth: int | None = N
     for batch in (batch.to(device) for batch in batches):
         match_KBT = None
         for ask_BA in learner.slices(batch):
-            out = learner(batch, ask_BA=ask_BA)
+            out = learner(batch, wanted=Wanted(ask_BA, learner.supervised(batch, ask_BA)))
             match_KBT = out.match_KBT if match_KBT is None else match_KBT | out.match_KBT
             loss, count = loss + float(out.loss_sum), count + float(out.weight_sum)
             means.add(out, learner.decay)

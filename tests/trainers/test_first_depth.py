@@ -12,7 +12,7 @@ from headstart.data.batch import TargetBatch
 from headstart.data.live import look
 from headstart.heads.base import Drafter
 from headstart.heads.unroll import unroll
-from headstart.trainers.learner import Learner
+from headstart.trainers.learner import Learner, Wanted
 from tests.drafters import HEADS, make
 from tests.tiny_targets import tiny_target
 from tests.trainers.small import LOSS, repetitive
@@ -84,4 +84,5 @@ def test_figures_stay_means_over_the_anchors(name: str) -> None:
     right = [bool(out.match_KBT[0, b, t]) for b, t in roots]
     assert found["train/depth/1/acceptance"] == pytest.approx(sum(right) / len(right))
     ask_BA = torch.tensor([[1, 4], [2, 3], [5, 6]])
-    assert int(learner(batch, ask_BA=ask_BA).count_K[0]) == int(batch.supervised(1).gather(1, ask_BA).sum())
+    some = Wanted(ask_BA, learner.supervised(batch, ask_BA))
+    assert int(learner(batch, wanted=some).count_K[0]) == int(batch.supervised(1).gather(1, ask_BA).sum())

@@ -99,8 +99,9 @@ def test_of_anchors_the_figures_are_means_over_them(target: Target) -> None:
     learner = Learner(make("dflash", target), **LOSS)
     batch = look(repetitive().batch(slice(0, 2)), target, learner.drafter.taps)
     ask_BA = torch.tensor([[3, 9], [4, 20]])
-    out = learner(batch, ask_BA=ask_BA)
-    found = learner.figures(out, Wanted(ask_BA, learner.supervised(batch, ask_BA)))
+    wanted = Wanted(ask_BA, learner.supervised(batch, ask_BA))
+    out = learner(batch, wanted=wanted)
+    found = learner.figures(out, wanted)
     K = len(out.match_KBT)
     chains = [[bool(out.match_KBT[k, b, t]) for k in range(K)] for b in (0, 1) for t in ask_BA[b].tolist() if batch.supervised(1)[b, t]]
     lengths = [1 + next((k for k, right in enumerate(chain) if not right), K) for chain in chains]

@@ -28,7 +28,7 @@ from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.trainers import checkpoint
 from headstart.trainers.arm import Arm
-from headstart.trainers.learner import Learner
+from headstart.trainers.learner import Learner, Wanted
 from headstart.trainers.on_policy import OnPolicy, Recording, rejected_rounds
 from headstart.trainers.run import run
 from headstart.trainers.tracker import Tracker
@@ -155,9 +155,8 @@ def test_supervised_is_the_root_at_every_drafted_depth(name: str, target: Target
         else:  # a guess of depth d of root t is its guess of depth 1 from root t+d-1
             assert roots == {1: list(range(root, root + drafted))}
         pairs += drafted
-    ask = learner.anchors(batch)
     drafter.train()
-    out = learner(batch, ask_BA=ask)
+    out = learner(batch, wanted=learner.wanted(batch))
     assert int(out.count_K.sum()) == pairs > len(rows)
     out.loss_sum.backward()
     assert any(p.grad is not None and p.grad.any() for p in drafter.parameters())
@@ -176,7 +175,7 @@ def test_the_gradient_is_that_of_three_lines(name: str) -> None:
     batch = own.draw(0, 1, 0)
     assert isinstance(batch, ReplayBatch) and batch.root_B.tolist() == [root] and batch.drafted_B.tolist() == [3]
     ask = batch.root_B[:, None] if drafter.anchors else None  # as learner.anchors, without the noise of training
-    out = learner(batch, ask_BA=ask)
+    out = learner(batch, wanted=Wanted(ask, learner.supervised(batch, ask)))
     found = torch.autograd.grad(out.loss_sum, list(drafter.parameters()), allow_unused=True)
 
     memory, T = Memory(), root + 1
