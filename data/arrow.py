@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from accelerate.utils import patch_environment
 from numpy.typing import NDArray
 
 from headstart.data.lock import waiting
@@ -216,18 +217,13 @@ def _columns(batch: dict[str, Any], table: Table, encode: Encode) -> dict[str, A
 @contextmanager
 def _quiet(datasets: Any) -> Iterator[None]:
     """Inside, progress bars appear only on terminals, and tokenizers start no threads (they warn about threads in forked processes)."""
-    shown, before = sys.stderr.isatty(), os.environ.get("TOKENIZERS_PARALLELISM")
-    was_on = datasets.is_progress_bar_enabled()
+    shown, was_on = sys.stderr.isatty(), datasets.is_progress_bar_enabled()
     (datasets.enable_progress_bars if shown else datasets.disable_progress_bars)()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
-        yield
+        with patch_environment(TOKENIZERS_PARALLELISM="false"):
+            yield
     finally:
         (datasets.enable_progress_bars if was_on else datasets.disable_progress_bars)()
-        if before is None:
-            del os.environ["TOKENIZERS_PARALLELISM"]
-        else:
-            os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
 def _left_out(folder: Path, files: dict[str, int], table: Table) -> dict[str, Any]:
