@@ -161,7 +161,7 @@ class Said:
         V = W if ids_V is None else len(ids_V)
         out = (lse_C, best_C, mass_C, entropy_C)
         if C:
-            ids, how = best_C if ids_V is None else ids_V, (ids_V is not None, _kind(logits_CW), min(BLOCK, _power(W)))
+            ids, how = best_C if ids_V is None else ids_V, (ids_V is not None, _kind(logits_CW), min(BLOCK, triton.next_power_of_2(W)))
             with torch.cuda.device_of(logits_CW):  # triton launches on the current device
                 _look[(C,)](logits_CW, logits_CW.stride(0), ids, *out, W, V, *how, num_warps=8)
         if ids_V is not None:
@@ -180,7 +180,7 @@ def judge(logits_RV: Tensor, said: Said, place_R: Tensor, weight_R: Tensor, weig
     ids = said.best_C if said.ids_V is None else said.ids_V
     about = (said.lse_C, said.mass_C, said.entropy_C, said.best_C, said.data_C, weight_R.contiguous(), loss_R, alpha_R, true_R, match_R)
     if R:
-        how = (grad, said.ids_V is not None, _kind(logits_RV), min(BLOCK, _power(V)))
+        how = (grad, said.ids_V is not None, _kind(logits_RV), min(BLOCK, triton.next_power_of_2(V)))
         rows = (logits_RV, logits_RV.stride(0), said.logits_CW, said.logits_CW.stride(0), place_R, ids)
         with torch.cuda.device_of(logits_RV):
             _judge[(R,)](*rows, *about, V, *weights, *how, num_warps=8)
@@ -193,7 +193,3 @@ def _wide(x: Tensor) -> torch.dtype:
 
 def _kind(x: Tensor) -> Any:
     return tl.float64 if x.dtype == torch.float64 else tl.float32
-
-
-def _power(size: int) -> int:
-    return 1 << (size - 1).bit_length()
