@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from headstart.heads.flash import Cuts, flash, flash_backward
-from headstart.heads.kernels.launch import takes
+from headstart.heads.kernels.launch import DTYPES, takes
 
 ROWS = 128  # rows that a CPU multiplies at a time
+GROUP = 16  # heads that share keys, at most, of which the kernels (heads/kernels/diagonals.py) are one program
+HEAD = 256  # numbers of a head, at most, that they support
 
 
 class ChainAttention(torch.autograd.Function):
@@ -35,7 +37,7 @@ class ChainAttention(torch.autograd.Function):
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         out, lse = flash(q, kv[0], kv[1], cuts, scale=scale)
         scores: list[Tensor] = []
-        ctx.fused = len(kv) > 2 and _fuses(q, kv)
+        ctx.fused = len(kv) > 2 and takes(q) and mergeable(q, kv)
         if ctx.fused:
             from headstart.heads.kernels import diagonals
 
@@ -74,13 +76,10 @@ class ChainAttention(torch.autograd.Function):
         return dq.to(q.dtype), None, None, *grads
 
 
-def _fuses(q: Tensor, kv: Sequence[Tensor]) -> bool:
-    """Whether heads/kernels/diagonals.py supports these tensors and can be launched."""
-    if not takes(q):
-        return False
-    from headstart.heads.kernels.diagonals import mergeable
-
-    return mergeable(q, kv)
+def mergeable(q: Tensor, kv: Sequence[Tensor]) -> bool:
+    """Whether the kernels support these queries, keys and values."""
+    h, d, g = q.shape[1], q.shape[3], kv[0].shape[1]
+    return all(x.dtype in DTYPES for x in (q, *kv)) and h <= GROUP * g and d <= HEAD and d % 8 == 0
 
 
 def _grouped(x: Tensor, keys: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from headstart.heads import frozen
 from headstart.heads.errors import UserError
 from headstart.heads.frozen import CosSin
-from headstart.heads.kernels.launch import DTYPES, takes
+from headstart.heads.kernels.launch import DTYPES, TILE, takes
 from headstart.heads.memory import Memory, Segment
 from headstart.heads.orders import memory_dtype
 from headstart.heads.prepack import Prepacked
@@ -61,7 +61,7 @@ class Rope(nn.Module):
 def rotate(x: Tensor, cos_sin: CosSin) -> Tensor:
     """Apply RoPE to ``x`` [B, h, N, d] in Llama's rotate-half convention; the result has the dtype of ``x``."""
     cos, sin = cos_sin
-    if x.requires_grad and _fuses(x, cos_sin):
+    if x.requires_grad and takes(x) and rotatable(x, cos, sin):
         from headstart.heads.kernels.rotation import Rotation
 
         turned: Tensor = Rotation.apply(x, cos, sin)
@@ -69,13 +69,11 @@ def rotate(x: Tensor, cos_sin: CosSin) -> Tensor:
     return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
 
 
-def _fuses(x: Tensor, cos_sin: CosSin) -> bool:
-    """Whether the kernel of heads/kernels/rotation.py supports these and can be launched."""
-    if not takes(x):
-        return False
-    from headstart.heads.kernels.rotation import rotatable
-
-    return rotatable(x, *cos_sin)
+def rotatable(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether the kernel (heads/kernels/rotation.py) supports these."""
+    (B, _, N, d), wide = x.shape, torch.float32
+    tables = all(y.dtype == wide and y.shape[0] in (1, B) and y.shape[1:] == (1, N, d) and y.stride(3) == 1 for y in (cos, sin))
+    return tables and x.dtype in DTYPES and d % 2 == 0 and d <= 2 * TILE
 
 
 def autocasts(x: Tensor) -> bool:

@@ -20,11 +20,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headstart.heads.kernels.launch import DTYPES
-
-GROUP = 16  # heads that share keys, at most
-HEAD = 256  # numbers of a head, at most
-
 # Kernels -------------------------------------------------------------------------------------------------------------
 
 
@@ -93,12 +88,6 @@ def _merge_backward(  # type: ignore[no-untyped-def]
 
 
 # Their calls ---------------------------------------------------------------------------------------------------------
-
-
-def mergeable(q: Tensor, kv: Sequence[Tensor]) -> bool:
-    """Whether the kernels support these queries, keys and values."""
-    h, d, g = q.shape[1], q.shape[3], kv[0].shape[1]
-    return all(x.dtype in DTYPES for x in (q, *kv)) and h <= GROUP * g and d <= HEAD and d % 8 == 0
 
 
 def merge(

@@ -13,6 +13,7 @@ log = logging.getLogger(__name__)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # that the kernels read and write
 MOST_TOKENS = 32  # of a row that best_tokens.py finds: each takes a turn, and of many a sort would be faster
+TILE = 1024  # numbers of the first halves of some heads, which rotation.py rotates together
 OLDEST = (8, 0)  # compute capability: older GPUs have no bfloat16
 
 

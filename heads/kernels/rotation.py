@@ -15,9 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headstart.heads.kernels.launch import DTYPES
-
-TILE = 1024  # numbers of the first halves of some heads, which are rotated together
+from headstart.heads.kernels.launch import TILE
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -57,13 +55,6 @@ class Rotation(torch.autograd.Function):
         """The gradient of ``x``, in its dtype."""
         cos, sin = ctx.saved_tensors
         return _rotated(grad, cos, sin, back=True), None, None
-
-
-def rotatable(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether the kernel supports these."""
-    (B, _, N, d), wide = x.shape, torch.float32
-    tables = all(y.dtype == wide and y.shape[0] in (1, B) and y.shape[1:] == (1, N, d) and y.stride(3) == 1 for y in (cos, sin))
-    return tables and x.dtype in DTYPES and d % 2 == 0 and d <= 2 * TILE
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:

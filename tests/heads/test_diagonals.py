@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.heads import chain_attention, layers
-from headstart.heads.layers import MLP, Rope, rotate
+from headstart.heads.chain_attention import mergeable
+from headstart.heads.layers import MLP, Rope, rotatable, rotate
 from headstart.heads.visibility import ChainSees
 from tests.heads.test_flash import attended, written_out
 
@@ -39,7 +40,7 @@ def test_all_of_this_interpreted() -> None:
 
 def test_on_a_cpu_torch_is_taken() -> None:
     q, kv = leaves(2, 2, 16, torch.float32)
-    assert not chain_attention._fuses(q[0], kv[0])
+    assert mergeable(q[0], kv[0]) and not chain_attention.takes(q[0])
 
 
 def leaves(depth: int, group: int, size: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Any]]:
@@ -60,7 +61,7 @@ def both_ways(monkeypatch: pytest.MonkeyPatch, q: list[Tensor], kv: list[Any]) -
     """What every depth finds and all gradients: of torch's operations, and of the kernels."""
     found = []
     for fuses in (False, True):
-        monkeypatch.setattr(chain_attention, "_fuses", lambda q, kv, fuses=fuses: fuses)
+        monkeypatch.setattr(chain_attention, "takes", lambda q, fuses=fuses: fuses)
         out, grads = attended(ChainSees(packed()), q, kv)
         found.append([out, *grads])
     return found
@@ -83,7 +84,7 @@ def test_what_torch_and_a_dense_mask_say(group: int, size: int, depth: int, dtyp
 @pytest.mark.parametrize("scale", [0.7, 30.0])
 def test_log_sum_exps_and_other_layouts(scale: float) -> None:
     """Of great scores as well; of tensors that lie apart, in reverse order, and each in another layout."""
-    from headstart.heads.kernels.diagonals import merge, merge_backward, mergeable
+    from headstart.heads.kernels.diagonals import merge, merge_backward
 
     torch.manual_seed(0)
     h, g, d = 4, 2, 8
@@ -109,10 +110,7 @@ def test_log_sum_exps_and_other_layouts(scale: float) -> None:
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4 * max(1.0, scale))
 
 
-@interpreted
 def test_what_the_kernels_take() -> None:
-    from headstart.heads.kernels.diagonals import mergeable
-
     q, k = torch.zeros(1, 16, 3, 64), torch.zeros(1, 1, 3, 64)
     assert mergeable(q, [k, k.bfloat16()]) and not mergeable(q.double(), [k]) and not mergeable(q, [k, k.double()])
     assert not mergeable(torch.zeros(1, 17, 3, 64), [k]) and not mergeable(q[..., :20], [k[..., :20]])
@@ -132,7 +130,7 @@ def test_rotation(heads: int, size: int, batch: int, dtype: torch.dtype, monkeyp
     right = rotate(exact, cos_sin)
     (of_exact,) = torch.autograd.grad(right, exact, grad.double())
     torchs = rotate(x, cos_sin).detach()
-    monkeypatch.setattr(layers, "_fuses", lambda x, cos_sin: True)
+    monkeypatch.setattr(layers, "takes", lambda x: True)
     found = rotate(x, cos_sin)
     (of_x,) = torch.autograd.grad(found, x, grad)
     assert found.dtype == of_x.dtype == dtype and found.stride() == torchs.stride()
@@ -141,10 +139,7 @@ def test_rotation(heads: int, size: int, batch: int, dtype: torch.dtype, monkeyp
     torch.testing.assert_close(of_x.double(), of_exact, rtol=least, atol=least)
 
 
-@interpreted
 def test_what_the_rotation_takes() -> None:
-    from headstart.heads.kernels.rotation import rotatable
-
     x, cos = torch.zeros(2, 4, 3, 20), torch.zeros(1, 1, 3, 20)
     assert rotatable(x, cos, cos) and rotatable(x.bfloat16(), cos.expand(2, -1, -1, -1), cos)
     assert not rotatable(x, cos, cos.half()) and not rotatable(x.double(), cos, cos) and not rotatable(x[:, :, :2], cos, cos)

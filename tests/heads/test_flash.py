@@ -244,10 +244,10 @@ def test_kernels_of_the_diagonals(kv_heads: int, size: int, depth: int, dtype: t
     q, kv = leaves(depth, dtype, "cuda", size, kv_heads)
     if not launches(q[0].device):
         pytest.skip("our kernels cannot be launched here")
-    assert chain_attention._fuses(q[0].detach(), [x.detach() for pair in kv for x in pair])
+    assert chain_attention.takes(q[0].detach()) and chain_attention.mergeable(q[0], [x for pair in kv for x in pair])
     sees = ChainSees(packed("cuda"))
     found, right = attended(sees, q, kv), written_out(sees, q, kv)
-    monkeypatch.setattr(chain_attention, "_fuses", lambda q, kv: False)
+    monkeypatch.setattr(chain_attention, "takes", lambda q: False)
     for own, torchs, exact in zip(*([x[0], *x[1]] for x in (found, attended(sees, q, kv), right)), strict=True):
         off = [float((x.detach().double() - exact).norm() / exact.norm()) for x in (own, torchs)]
         assert off[0] < (0.01 if dtype == torch.bfloat16 else 0.002) and off[0] < 1.1 * off[1] + 1e-4
