@@ -137,7 +137,7 @@ def compare(sglang: Sglang, name: str, served: Path, folder: Path) -> dict[str, 
         theirs = sglang.independent(model, text, ROOTS, DEPTH)
     else:
         theirs = sglang.blocks(model, base, text, states, ROOTS)
-    ids = [getattr(drafter, "draft_ids", None), getattr(model, "hot_token_id", None)]
+    ids = [drafter.unembedding(1).ids_V, getattr(model, "hot_token_id", None)]
     if len({None if x is None else tuple(x.tolist()) for x in ids}) > 1:
         raise RuntimeError(f"{name}: SGLang reads another draft vocabulary")
     own = ours(drafter, target, text)

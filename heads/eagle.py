@@ -100,11 +100,6 @@ class Eagle(Drafter):
         self.lm_head = OutputHead(D, shape.vocab_size, draft_vocab)
         self.rope = Rope(shape.rope, shape.head_dim, shape.max_positions)
 
-    @property
-    def draft_ids(self) -> Tensor | None:
-        """The target ids [V] of the draft vocabulary, ascending; None: all."""
-        return self.lm_head.ids
-
     def start_from(self, ends: TargetEnds) -> None:
         """The output head starts as a copy of the target's."""
         self.lm_head.start_from(ends)

@@ -80,7 +80,8 @@ def lean(decoder: Any, own: bool = True) -> Lean | Fused | None:
         return None
     rope, sizes = known
     if decoder.embed_tokens.weight.device.type == "cpu":
-        return Lean(decoder, [_layer(layer, sizes) for layer in decoder.layers], rope, sizes)
+        layers = [frozen.Layer([x.input_layernorm], x.self_attn, sizes, x.post_attention_layernorm, x.mlp) for x in decoder.layers]
+        return Lean(decoder, layers, rope, sizes)
     if decoder.embed_tokens.weight.dtype not in DTYPES or not launches(decoder.embed_tokens.weight.device):
         return None
     from headstart.heads.kernels.fused import Fused
@@ -114,10 +115,6 @@ def _known(decoder: Any) -> tuple[Rope, tuple[int, int, int]] | None:
     rope = Rope({}, head_dim, 1)
     rope.frequencies, rope.scaling = rotation.inv_freq.float(), float(rotation.attention_scaling)
     return rope, sizes
-
-
-def _layer(theirs: Any, sizes: tuple[int, int, int]) -> frozen.Layer:
-    return frozen.Layer([theirs.input_layernorm], theirs.self_attn, sizes, theirs.post_attention_layernorm, theirs.mlp)
 
 
 def _is_known(layer: Any) -> bool:

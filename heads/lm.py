@@ -203,7 +203,8 @@ class Backbone:
         _ = self.follows  # computed now: a decoding round must not wait for it
         cache = DynamicCache()  # without a config, because a sliding layer's cache would drop rows
         found = self.run(taps, **inputs, past_key_values=cache, use_cache=True)
-        memory.take([(layer.keys, layer.values) for layer in cache.layers])
+        for i, layer in enumerate(cache.layers):
+            memory.write(i, layer.keys, layer.values)
         if self.windows:
             memory.write(POSITIONS, *self._as_rows(positions_BN))
         return found

@@ -57,11 +57,6 @@ class Memory:
         assert None not in found  # all layers hold the same rows
         return found  # type: ignore[return-value]
 
-    def take(self, segments: Sequence[Segment]) -> None:
-        """Write rows of all layers at once: one segment per layer, from layer 0 on."""
-        for layer, (k, v) in enumerate(segments):
-            self.write(layer, k, v)
-
     def rows(self, layer: int = 0) -> int:
         """Number of rows of a layer."""
         return sum(k.shape[2] for k, _ in self.layers.get(layer, []))

@@ -60,17 +60,14 @@ class Peagle(Eagle, without=("norm_output", "norm_before_fc", "norm_before_resid
         if not len(depths):
             return Draft(first, first, first_BTH=everywhere.hidden_BNH)
         positions_BA = roots.positions_BT.gather(1, ask_BA)
+        unknown = self._feature(self.mask_hidden[0, 0].chunk(len(self.taps)))  # of a root that does not exist yet
         state = []
         for ask_Ba, positions_Ba in zip(blocks_of(ask_BA), blocks_of(positions_BA), strict=True):
             positions_BN = (positions_Ba[..., None] + depths).flatten(1)
-            token, hidden = (x.to(feature.dtype).expand(*positions_BN.shape, -1) for x in (mask_of(self), self._unknown()))
+            token, hidden = (x.to(feature.dtype).expand(*positions_BN.shape, -1) for x in (mask_of(self), unknown))
             block = self._through(token, hidden, positions_BN, rows, BlockSees(sees, ask_Ba, len(depths), causal=True))
             state.append(block.hidden_BNH.unflatten(1, (-1, len(depths))).flatten(2))
         return Draft(first, torch.cat([first, torch.cat(state, dim=1)], dim=-1), first_BTH=everywhere.hidden_BNH)
-
-    def _unknown(self) -> Tensor:
-        """The feature [D] that stands for the target's states of a root that does not exist yet."""
-        return self._feature(self.mask_hidden[0, 0].chunk(len(self.taps)))
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
         """Read the row of this depth; the drafted tokens change nothing. Raises UserError beyond the last depth."""

@@ -104,7 +104,8 @@ def read(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_rope(config: Mapping[str, Any]) -> None:
     """Raises UserError where two spellings of RoPE contradict each other. (RoPE per kind of layer has only one spelling.)"""
-    if not _nested(config.get("rope_parameters")):
+    rope = config.get("rope_parameters")
+    if not (isinstance(rope, dict) and any(isinstance(part, dict) for part in rope.values())):
         rope_of(config)
 
 
@@ -112,10 +113,6 @@ def _keys(hf: Any) -> dict[str, Any]:
     keys = {key: value for key, value in hf.to_dict().items() if key not in LOCAL}
     rope = keys.get("rope_parameters")
     return keys | (rope_keys(rope) if rope and "rope_theta" in rope else {})
-
-
-def _nested(rope: Any) -> bool:
-    return isinstance(rope, dict) and any(isinstance(part, dict) for part in rope.values())
 
 
 def is_plain(config: dict[str, Any]) -> bool:

@@ -65,7 +65,7 @@ def extras(drafter: Any) -> dict[str, Tensor]:
     for name, tensor in drafter.state_dict().items():
         if name.startswith("layers.") and name.endswith("input_layernorm.weight"):
             tensors[_foreign(name).replace("input_layernorm", "hidden_norm")] = tensor.clone()
-    return tensors | maps_of(drafter.draft_ids, drafter.shape.vocab_size)
+    return tensors | maps_of(drafter.lm_head.ids, drafter.shape.vocab_size)
 
 
 def config(drafter: Any) -> dict[str, Any]:

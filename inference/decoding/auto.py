@@ -218,7 +218,8 @@ def auto_of(policy: TreePolicy, target: Target, proposer: Proposer, sampling: Sa
     costs = _over_plain(shapes, block)
     reading = max(median(extra) / median(plain) / len(prompt), 0.0) if plain and extra else 0.0
     *costs, reading = _agreed([*costs, reading], target)
-    known[key] = Auto(shapes, costs, _prior(proposer, sampling.temperature > 0), reading)
+    prior = proposer.drafter.acceptance.get(sampling.temperature > 0, ()) if isinstance(proposer, Drafting) else ()
+    known[key] = Auto(shapes, costs, prior, reading)
     return known[key]
 
 
@@ -238,10 +239,6 @@ def wait_for(device: torch.device) -> None:
     """Wait until a GPU has done what it was given; a CPU has already."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _prior(proposer: Any, sampled: bool) -> Sequence[float]:
-    return proposer.drafter.acceptance.get(sampled, ()) if isinstance(proposer, Drafting) else ()
 
 
 class _Enough(Exception):

@@ -47,17 +47,15 @@ class Context:
         Returns the tapped states of all tokens, [1, T, D], and the final state of the last chunk alone.
         """
         turned = self.target.turn is not None and len(tokens_T) > self.target.turn
-        read = [self._chunk(part) for part in tokens_T.split(len(tokens_T) if turned else CHUNK)]
+        read = []
+        for part in tokens_T.split(len(tokens_T) if turned else CHUNK):
+            read.append(self.read(part))
+            self.length += len(part)
         self.length = 0
         if len(read) == 1:
             return read[0]
         states = {tap: torch.cat([part[0][tap] for part in read], dim=1) for tap in self.taps}
         return states, read[-1][1]
-
-    def _chunk(self, tokens_T: Tensor) -> tuple[dict[int, Tensor], Tensor]:
-        found = self.read(tokens_T)
-        self.length += len(tokens_T)
-        return found
 
     def keep(self, rows: Sequence[int] | int) -> None:
         """Keep these rows of the last pass (ascending; an int n stands for the first n) and forget its other rows."""
