@@ -1,9 +1,15 @@
-"""The error for a user: one line that names what is wrong and what to do. Commands print it without a stack trace."""
+"""The error for a user: one line that names what is wrong and what to do. Commands print it without a stack trace. And warnings, which are
+logged.
+"""
 
 from __future__ import annotations
 
 import difflib
+import functools
+import logging
 from collections.abc import Collection
+
+log = logging.getLogger(__name__)
 
 LONGEST = 300  # characters of another library's message
 
@@ -21,3 +27,9 @@ def near(word: str, known: Collection[str]) -> str:
     """ " (did you mean ..?)" with the known word that is most like ``word``; an empty string where none is like it."""
     found = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return f" (did you mean {found[0]}?)" if found else ""
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """Log a warning, in this process only once: what it is about may be read many times."""
+    log.warning(text)

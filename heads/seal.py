@@ -8,10 +8,8 @@ agree too, but nobody can tell whether the weights are those that were saved.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,12 +18,10 @@ from typing import Any
 from torch import Tensor
 
 from headstart.heads.base import Drafter, TargetShape
-from headstart.heads.errors import UserError
+from headstart.heads.errors import UserError, warn_once
 from headstart.heads.formats.keys import alike, shown
 from headstart.heads.renamed import arguments_of_now
 from headstart.heads.stored import file_sha
-
-log = logging.getLogger(__name__)
 
 OURS = "headstart"  # our block in config.json
 CARD = ("model_type", "hidden_size", "layers", "vocab_size", "tokenizer")  # the fields that identify a target
@@ -114,7 +110,9 @@ def check(drafter: Drafter, fmt: Any, config: Mapping[str, Any], tensors: Mappin
 def _check_digests(config: Mapping[str, Any], folder: Path) -> None:
     """Raises UserError naming a file whose digest differs from the saved one. Warns where the folder has no digests."""
     if "sha256" not in config[OURS]:
-        return _say(f"{folder} was saved by an earlier version, without digests: nobody can tell whether its weights are those of then")
+        return warn_once(
+            f"{folder} was saved by an earlier version, without digests: nobody can tell whether its weights are those of then"
+        )
     said, found = config[OURS]["sha256"], digests(config, folder / WEIGHTS)
     if not isinstance(said, dict) or said.keys() != found.keys():
         raise UserError(f"{folder / 'config.json'}: headstart.sha256 must hold the digests of {' and '.join(found)}")
@@ -122,11 +120,6 @@ def _check_digests(config: Mapping[str, Any], folder: Path) -> None:
         if said[what] != found[what]:
             raise UserError(f"{folder / file} is not what was saved: config.json has another digest of it (headstart.sha256.{what}): "
                             "copy or export the folder again")  # fmt: skip
-
-
-@functools.cache  # warn once per folder: each call of generate opens it
-def _say(text: str) -> None:
-    log.warning(text)
 
 
 @contextmanager

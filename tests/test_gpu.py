@@ -27,8 +27,8 @@ from torch import Tensor
 from headstart.data.live import look
 from headstart.heads import hub
 from headstart.heads.base import TargetEnds
+from headstart.heads.errors import warn_once
 from headstart.heads.unembedding import Unembedding
-from headstart.inference.decoding import capture
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.policy import AUTO, TreePolicy
@@ -250,7 +250,7 @@ def test_experts_are_captured_or_launched(experts: str | None, device: torch.dev
     target, drafter = on(device, "mixtral")
     if experts is not None:
         target.model.set_experts_implementation(experts)
-    capture.say_eager.cache_clear()
+    warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             engine = Engine(target, drafter, sequences=3, max_length=100, plans=TREE, graphs=True)

@@ -4,15 +4,12 @@ vLLM takes it for, or else the library.
 
 from __future__ import annotations
 
-import functools
-import logging
 from typing import Any
 
-from headstart.heads.errors import UserError
+from headstart.heads.errors import UserError, warn_once
 from headstart.heads.formats.dflash import DFLASH, DFLASH2, DSPARK, FROM_ANCHOR, FULL, SLIDING, XPRESS
 from headstart.heads.formats.keys import flag, layers, need, shown
 
-log = logging.getLogger(__name__)
 NON_CAUSAL, EAGLE3 = "sliding_window_non_causal", "LlamaForCausalLMEagle3"
 ARCHITECTURES = {  # by speculators_model_type
     "eagle3": EAGLE3,
@@ -59,11 +56,6 @@ def _causality(kind: str, found: dict[str, Any]) -> dict[str, Any]:
     need(found, {"is_causal": (False, None) if both_ways or SLIDING not in types else (None,)})
     differs = {"dspark": both_ways and SLIDING in types, "xpress": False}.get(kind, not both_ways and FULL in types)
     if differs and found.get("is_causal") is None:
-        _say(f"vLLM would run this {kind} of the speculators library otherwise than it was trained, because {NON_CAUSAL} is "
-             f"{str(both_ways).lower()}, and guess worse; as Headstart saves it, engines run it as trained")  # fmt: skip
+        warn_once(f"vLLM would run this {kind} of the speculators library otherwise than it was trained, because {NON_CAUSAL} is "
+                  f"{str(both_ways).lower()}, and guess worse; as Headstart saves it, engines run it as trained")  # fmt: skip
     return {"is_causal": False} if both_ways else {}
-
-
-@functools.cache  # warn once: each call that opens a folder reads it
-def _say(text: str) -> None:
-    log.warning(text)

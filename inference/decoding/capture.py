@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
 from headstart.inference.decoding.sampling import LogitsWarper
-
-log = logging.getLogger(__name__)
 
 MOST_GRAPHS = 512  # beyond it the oldest is dropped, so that clients' many settings and lengths do not fill the device
 Key = tuple[Any, tuple[int, ...]]  # the kind of a round, and the flags of its sampling (``flags_of``)
@@ -105,9 +101,3 @@ def _waiting_fails() -> Iterator[None]:
 def flags_of(warp: LogitsWarper) -> tuple[int, ...]:
     """The properties of the sampling that a round's operations depend on. A larger flag changes nothing for a sequence that needs less."""
     return (warp.sampled, warp.greedy, warp.top_k, warp.top_p, warp.min_p, warp.penalty)
-
-
-@lru_cache
-def say_eager(name: str, why: str) -> None:
-    """Log a warning, once for each target and reason."""
-    log.warning("%s: its rounds cannot be device graphs (%s): they are launched kernel by kernel, which is slower", name, why)

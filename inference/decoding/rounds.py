@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.heads.base import Drafter, Roots
-from headstart.heads.errors import first_line
-from headstart.inference.decoding.capture import Captured, Graphs, say_eager
+from headstart.heads.errors import first_line, warn_once
+from headstart.inference.decoding.capture import Captured, Graphs
 from headstart.inference.decoding.counter_rng import CounterRNG
 from headstart.inference.decoding.fixed import FixedMemory
 from headstart.inference.decoding.growth import grow
@@ -162,8 +162,7 @@ class Rounds:
         assert self.drafter is not None
         place_n, T = torch.tensor(places, device=self.device), tokens_nT.shape[1]
         chosen_nT = torch.cat([tokens_nT[:, 1:], next_n[:, None]], 1).scatter(1, length_n1 - 1, next_n[:, None])
-        kept = self.memory.kept_B[place_n].tolist()
-        sees = self.memory.load(places, kept, T)
+        sees = self.memory.load(places, self.memory.kept_B[place_n].tolist(), T)
         self.drafter.begin(Roots(tokens_nT, chosen_nT, states, positions_nT), self.memory, sees, length_n1 - 1)
         if self.memory.written:  # a drafter without attention writes nothing
             more = self.memory.written - T  # a drafter that reads x[0] too, which no root chose, writes one row more
@@ -279,7 +278,8 @@ class Rounds:
             raise
         except RuntimeError as e:
             self.graphs = None
-            say_eager(self.target.name, first_line(e))
+            what = f"{self.target.name}: its rounds cannot be device graphs ({first_line(e)})"
+            warn_once(f"{what}: they are launched kernel by kernel, which is slower")
             return None
 
     def snapshot(self) -> Any:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headstart.heads import hub
-from headstart.heads.errors import UserError
+from headstart.heads.errors import UserError, warn_once
 from headstart.heads.formats import speculators
 from headstart.heads.memory import Memory
 from headstart.heads.unroll import unroll
@@ -398,7 +398,7 @@ def test_it_warns_where_vllm_would_compute_something_else(caplog: pytest.LogCapt
         ("dspark", [near, full, near], True, True),
         ("xpress", [near, full, near], False, False),
     ]:
-        speculators._say.cache_clear()
+        warn_once.cache_clear()
         caplog.clear()
         config = {"speculators_model_type": kind, "aux_hidden_state_layer_ids": [2, 3], "sliding_window_non_causal": non_causal}
         with caplog.at_level(logging.WARNING):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from headstart.heads.errors import warn_once
 from headstart.inference.decoding import auto, capture, rounds, warm_up
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.engine import Engine
@@ -96,7 +97,7 @@ def test_what_waits_for_the_device_is_not_captured_and_said_once(caplog: pytest.
     target = tiny_target("mixtral")
     plain = [generate(target, None, p, new_tokens=NEW).tokens for p in PROMPTS]
     target.layers[2].mlp = Picky(target.layers[2].mlp)
-    capture.say_eager.cache_clear()
+    warn_once.cache_clear()
     with replaying() as made, caplog.at_level(logging.WARNING):
         for _ in range(2):
             engine = Engine(target, make("eagle", target), sequences=3, max_length=100, plans=TREE, graphs=True)
