@@ -7,11 +7,6 @@ zero, a GPU to the nearest: that is shown by tests/heads/test_flash.py on a GPU.
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,18 +19,10 @@ from headstart.heads.chain_attention import mergeable
 from headstart.heads.layers import MLP, Rope, rotatable, rotate
 from headstart.heads.visibility import ChainSees
 from tests.heads.test_flash import attended, written_out
+from tests.interpreted import in_its_own, interpreted
 
-TRITON, INTERPRETED = importlib.util.find_spec("triton") is not None, os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not (TRITON and INTERPRETED), reason="triton interpreted on a CPU: TRITON_INTERPRET=1")
 B, G, T = 2, 2, 5
-
-
-@pytest.mark.skipif(not TRITON or INTERPRETED, reason="triton is not installed, or interpreted here already")
-def test_all_of_this_interpreted() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    env, root = os.environ | {"TRITON_INTERPRET": "1"}, Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-3000:]
+test_all_of_this_interpreted = in_its_own(__file__)
 
 
 def test_on_a_cpu_torch_is_taken() -> None:

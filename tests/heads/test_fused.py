@@ -7,12 +7,7 @@ zero, a GPU to the nearest: half precision is shown in float16 here, and in bflo
 from __future__ import annotations
 
 import copy
-import importlib.util
 import logging
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,20 +31,11 @@ from headstart.inference.decoding.target import Target
 from headstart.trainers.terms import in_kernel, kernel_of
 from tests.drafters import random_tokens
 from tests.heads.test_lean import SHAPES, states
+from tests.interpreted import INTERPRETED, in_its_own, interpreted
 from tests.tiny_targets import tiny_target
 
-TRITON, INTERPRETED = importlib.util.find_spec("triton") is not None, os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not (TRITON and INTERPRETED), reason="triton interpreted on a CPU: TRITON_INTERPRET=1")
 DTYPES = [torch.float32, torch.float16]
-
-
-@pytest.mark.skipif(not TRITON or INTERPRETED, reason="triton is not installed, or interpreted here already")
-def test_all_of_this_interpreted() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(
-        command, cwd=Path(__file__).parents[2], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-3000:]
+test_all_of_this_interpreted = in_its_own(__file__)
 
 
 def fused(target: Target, own: bool = True) -> Target:

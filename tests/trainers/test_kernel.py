@@ -5,10 +5,6 @@ Where triton is installed; a process of its own says TRITON_INTERPRET=1 where th
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -24,21 +20,13 @@ from headstart.trainers.learner import Learner
 from headstart.trainers.losses import LossOut, fused_loss
 from headstart.trainers.terms import IN_KERNEL, Weights, check_kernel
 from tests.drafters import make
+from tests.interpreted import INTERPRETED, TRITON, in_its_own, interpreted
 from tests.tiny_targets import tiny_target
-from tests.trainers.conftest import ROOT
 from tests.trainers.small import LOSS, repetitive
 from tests.trainers.test_losses import DECAY, IDS, Case, K, close
 
-TRITON, INTERPRETED = importlib.util.find_spec("triton") is not None, os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not (TRITON and INTERPRETED), reason="triton interpreted on a CPU: TRITON_INTERPRET=1")
 ALL = {"kl": 0.7, "tv": 0.9, "lk_alpha": 0.3, "lk_hybrid": 1.1, "ce": 0.6, "data_ce": 0.45}
-
-
-@pytest.mark.skipif(not TRITON or INTERPRETED, reason="triton is not installed, or interpreted here already")
-def test_all_of_this_interpreted() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-3000:]
+test_all_of_this_interpreted = in_its_own(__file__)
 
 
 def test_where_it_cannot_be_had_it_is_said() -> None:
