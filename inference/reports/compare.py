@@ -42,6 +42,14 @@ COLUMNS = {  # of comparison.md: key -> format, and the heading on the terminal 
     "auto_speedup": ("{:.2f}x", "auto"),
     "auto_t1_speedup": ("{:.2f}x", "T=1"),
 }
+RANKED = {  # figures that a comparison ranks by, which have intervals over prompts: key -> where they are in a report
+    "t0_tree": ("temperature_0", "accepted_length"),
+    "t1_tree": ("temperature_1", "accepted_length"),
+    "speedup": ("temperature_0", "speedup"),
+    "t1_speedup": ("temperature_1", "speedup"),
+    "auto_speedup": ("auto_temperature_0", "speedup"),
+    "auto_t1_speedup": ("auto_temperature_1", "speedup"),
+}
 CONDITIONS = {"target": "target", "device": "machine", "dtype": "dtype", "prompts_from": "prompts from", "prompts": "number of prompts",
               "new_tokens": "new tokens of a prompt", "commit": "commit"}  # fmt: skip
 # told once, if all reports agree
@@ -72,7 +80,7 @@ def costs_of(target: Target, contender: Contender, prompts: Sequence[Sequence[in
 
 def figures(name: str, report: Report) -> dict[str, Any]:
     """One row of the comparison."""
-    cold, warm = report["temperature_0"], report["temperature_1"]
+    cold, ranked = report["temperature_0"], [(key, report.get(place, {}), figure) for key, (place, figure) in RANKED.items()]
     chain, chain_warm = report.get("chain_temperature_0", {}), report.get("chain_temperature_1", {})
     several = [[row["sequences"], row["speedup"]] for row in report.get("batches", []) if row["temperature"] == 0]
     return {
@@ -81,9 +89,8 @@ def figures(name: str, report: Report) -> dict[str, Any]:
         "loss": report.get("loss"),
         "parameters": report["drafter_parameters"],
         "train_seconds": report.get("train_seconds"),
-        "t0_tree": cold["accepted_length"],
+        **{key: found.get(figure) for key, found, figure in ranked},
         "t0_chain": chain.get("accepted_length"),
-        "t1_tree": warm["accepted_length"],
         "t1_chain": chain_warm.get("accepted_length"),
         "expected_t0_chain": chain.get("expected_length"),
         "off_policy_expected_length": report.get("off_policy_expected_length"),
@@ -92,24 +99,10 @@ def figures(name: str, report: Report) -> dict[str, Any]:
         "c": report.get("c"),
         "v": report.get("v"),
         "predicted_speedup": report.get("predicted_speedup"),
-        "speedup": cold["speedup"],
-        "t1_speedup": warm["speedup"],
-        "auto_speedup": report.get("auto_temperature_0", {}).get("speedup"),
-        "auto_t1_speedup": report.get("auto_temperature_1", {}).get("speedup"),
         "lossless": report["lossless"],
         "speedup_by_sequences": several or None,
-        **{f"{key}_interval": found for key, found in intervals_of(report).items() if found},
+        **{f"{key}_interval": each for key, found, figure in ranked if (each := (found.get("intervals") or {}).get(figure))},
     }
-
-
-def intervals_of(report: Mapping[str, Any]) -> dict[str, Any]:
-    """[low, high] over prompts of each figure that a comparison ranks by; None where the report has no interval."""
-    cold, warm, auto, auto_warm = (
-        report.get(f"{shape}temperature_{t}", {}).get("intervals") or {} for shape in ("", "auto_") for t in (0, 1)
-    )
-    return {"speedup": cold.get("speedup"), "t1_speedup": warm.get("speedup"), "t0_tree": cold.get("accepted_length"),
-            "t1_tree": warm.get("accepted_length"), "auto_speedup": auto.get("speedup"),
-            "auto_t1_speedup": auto_warm.get("speedup")}  # fmt: skip
 
 
 def differing(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
