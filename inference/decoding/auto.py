@@ -12,11 +12,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from math import inf
+from operator import mul
 from statistics import median
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
 from headstart.inference.decoding.policy import TreePolicy, costs_as, shapes_of
@@ -122,11 +125,7 @@ class Past:
 
 def _expected(acceptance: Sequence[float]) -> list[float]:
     """tau of shapes of depth 0, 1, 2, ...: 1 + the sum over depths of the product of the acceptance rates up to there."""
-    found, reached = [1.0], 1.0
-    for a in acceptance:
-        reached *= a
-        found.append(found[-1] + reached)
-    return found
+    return list(accumulate(accumulate(acceptance, mul), initial=1.0))
 
 
 @dataclass
@@ -279,15 +278,8 @@ def _over_plain(shapes: Sequence[TreePolicy], block: Callable[[TreePolicy | None
     turns = [[block(shape) for shape in (None, *some)] for _ in range(TURNS)]  # in turns, because the machine's speed drifts
     plain, *others = (median(seconds) for seconds in zip(*turns, strict=True))
     found = {shape: each / plain for shape, each in zip(some, others, strict=True)}
-
-    def of(shape: TreePolicy) -> float:
-        if shape in found:
-            return found[shape]
-        below = max((c for c in chains if c in found and c.depth < shape.depth), key=lambda c: c.depth)
-        above = min((c for c in chains if c in found and c.depth > shape.depth), key=lambda c: c.depth)
-        return found[below] + (shape.depth - below.depth) / (above.depth - below.depth) * (found[above] - found[below])
-
-    return [of(shape) for shape in shapes]
+    costs = {shape.depth: found[shape] for shape in chains if shape in found}
+    return [found[s] if s in found else float(np.interp(s.depth, list(costs), list(costs.values()))) for s in shapes]
 
 
 def _agreed(costs: list[float], target: Target) -> list[float]:

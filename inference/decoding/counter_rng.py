@@ -8,6 +8,7 @@ Shape suffixes: B sequences, X rows of any kind, V target vocabulary.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -54,9 +55,7 @@ class CounterRNG:
 
     def uniform(self, slot: int, *shape: int) -> Tensor:
         """Uniform numbers of a slot in [0, 1), fp64 [B, *shape]. They have 52 bits, so that u times a sum stays below the sum."""
-        count = 1
-        for size in shape:
-            count *= size
+        count = math.prod(shape)
         if count == 1 and slot in self.ready:
             return self.ready[slot].view(-1, *shape)
         if self.host is not None and count <= FEW:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from headstart.inference.reports.figures import too_much
 from headstart.inference.reports.report import Report, shape_of
@@ -35,11 +36,7 @@ def _not_drafted(report: Report, temperature: int) -> str:
 
 def _elsewhere(acceptance_by_depth: Sequence[float]) -> float:
     """The speed-up of the best chain on such a target: tau / (1 + levels / LARGE)."""
-    tau, best = 1.0, 1.0
-    for depth, reached in enumerate(acceptance_by_depth, 1):
-        tau += reached
-        best = max(best, tau / (1 + depth / LARGE))
-    return best
+    return max(tau / (1 + depth / LARGE) for depth, tau in enumerate(accumulate(acceptance_by_depth, initial=1.0)))
 
 
 def _shared(report: Report, temperature: int) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -68,9 +69,8 @@ def walk(accept_KT: Tensor, first: int, tokens: int) -> Walk:
 def walk_rows(accept_KBT: Tensor, valid_BT: Tensor) -> Walk:
     """The walks over every run of valid roots (those whose guess of depth 1 is supervised) of packed rows, summed."""
     result = Walk(reached=[0.0] * accept_KBT.shape[0])
-    for b, row in enumerate(
-        valid_BT.int().diff(prepend=valid_BT.new_zeros(len(valid_BT), 1).int(), append=valid_BT.new_zeros(len(valid_BT), 1).int()).tolist()
-    ):
+    edges = F.pad(valid_BT.int(), (1, 1)).diff()  # 1 where a run starts, -1 behind its end
+    for b, row in enumerate(edges.tolist()):
         starts, stops = [i for i, x in enumerate(row) if x == 1], [i for i, x in enumerate(row) if x == -1]
         for start, stop in zip(starts, stops, strict=True):  # the last root's guess is x[stop + 1]
             result.add(walk(accept_KBT[:, b, start:stop], 0, stop - start + 2))
