@@ -118,11 +118,9 @@ def by_load(plans: Mapping[int, TreePolicy | None]) -> list[str]:
 
 def picture(tuned: Mapping[str, Any], path: Path) -> None:
     """Plot v(n, B), the cost of verifying n nodes over a plain pass, and the predicted speed-up of the chosen trees."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     for i, s in enumerate(tuned["surface"]):
         v = {int(n): x for n, x in s["verify_over_plain_by_nodes"].items()}

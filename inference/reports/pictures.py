@@ -20,12 +20,9 @@ LONGEST_NAME = 22  # letters
 
 def figure_of(height: float) -> Any:
     """An empty figure, ``height`` inches tall."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
 
 
 def bare(axes: Any, *sides: str) -> None:

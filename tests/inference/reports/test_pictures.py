@@ -24,7 +24,7 @@ def labels(axis: Any) -> list[Any]:
 
 def check_readable(figure: Any) -> None:
     """By the extents of the layout: texts against texts and the edge, legends against what is drawn."""
-    figure.canvas.draw()
+    figure.draw_without_rendering()
     texts = [t for axes in figure.axes for axis in (axes.xaxis, axes.yaxis) for t in [axis.label, *labels(axis)]]
     texts += [t for axes in figure.axes for t in [*axes.texts, axes.title]] + figure.texts
     legends = [legend for holder in (figure, *figure.axes) for legend in (holder.legends if holder is figure else [holder.get_legend()])]
@@ -59,9 +59,9 @@ def test_a_comparison_can_be_read(arms: list[str]) -> None:
 def test_names_are_no_formulas_and_keep_what_sets_them_apart() -> None:
     for name in (r"a$\foo$b", "$x$"):
         figure = comparison_picture([a_row(name, 0)])
-        figure.canvas.draw()
+        figure.draw_without_rendering()
         assert figure.axes[0].get_yticklabels()[0].get_text() == name
-        report_picture(a_report(head=name, target=name)).canvas.draw()
+        report_picture(a_report(head=name, target=name)).draw_without_rendering()
     figure = comparison_picture([a_row(f"a_long_name_of_a_sweep,lr={lr}", 0) for lr in ("4e-3", "8e-3")])
     assert len({label.get_text() for label in figure.axes[0].get_yticklabels()}) == 2
 
