@@ -45,14 +45,9 @@ SETTINGS = {
 }
 ORDER = list(SETTINGS)
 # Processors that run the model, look at other sequences, or remember their calls: they cannot be asked about guesses.
-NOT_OF_ONE = {
-    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
-    "ClassifierFreeGuidanceLogitsProcessor",
-    "SynthIDTextWatermarkLogitsProcessor",
-}
-NOT_OF_ONE |= {"EncoderRepetitionPenaltyLogitsProcessor", "EncoderNoRepeatNGramLogitsProcessor", "WhisperTimeStampLogitsProcessor"}
-# The argument of the user that led to a processor, where it was not the processor itself.
-GIVEN = {"PrefixConstrainedLogitsProcessor": "prefix_allowed_tokens_fn", "SynthIDTextWatermarkLogitsProcessor": "watermarking_config"}
+NOT_OF_ONE = {"UnbatchedClassifierFreeGuidanceLogitsProcessor", "ClassifierFreeGuidanceLogitsProcessor"}
+NOT_OF_ONE |= {"EncoderRepetitionPenaltyLogitsProcessor", "EncoderNoRepeatNGramLogitsProcessor"}
+NOT_OF_ONE |= {"SynthIDTextWatermarkLogitsProcessor", "WhisperTimeStampLogitsProcessor"}
 # Inputs that transformers prepares beside the prompt; decoding here makes its own.
 PREPARED = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 
@@ -136,7 +131,7 @@ def split(processors: Sequence[Any], sampled: bool, stop: list[int], length: int
     for processor in own:
         name = getattr(processor, "__name__", type(processor).__name__)
         if name in NOT_OF_ONE:
-            what = GIVEN.get(name) or f"logits_processor: {name}"
+            what = "watermarking_config" if name.startswith("SynthID") else f"logits_processor: {name}"
             raise UserError(f"{what} is not supported with a drafter: leave it out, or call model.generate without one")
     filters = ("temperature", "top_k", "top_p", "min_p")  # these never remove the likeliest token: greedy decoding needs none
     return own, {"temperature": 1.0, **found} if sampled else {k: v for k, v in found.items() if k not in filters}

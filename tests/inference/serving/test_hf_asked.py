@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, SynthIDTextWatermarkingConfig
 from transformers.generation import logits_process as processors
 from transformers.generation import stopping_criteria
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxTimeCriteria, StoppingCriteria
@@ -217,3 +217,5 @@ def test_what_cannot_be_asked_about_a_guess_is_refused_by_the_name_the_user_gave
     for door in (functools.partial(generate, model, None), functools.partial(model.generate, custom_generate=speculate(None))):
         with pytest.raises(UserError, match=r"^logits_processor: EncoderRepetitionPenaltyLogitsProcessor is not supported with a drafter"):
             door(ids, max_new_tokens=4, logits_processor=[encoder])
+        with pytest.raises(UserError, match=r"^watermarking_config is not supported with a drafter"):
+            door(ids, max_new_tokens=4, do_sample=True, watermarking_config=SynthIDTextWatermarkingConfig(ngram_len=2, keys=[1, 2]))
