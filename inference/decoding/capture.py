@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from headstart.inference.decoding.said import Said
 from headstart.inference.decoding.sampling import LogitsWarper
 
 MOST_GRAPHS = 512  # beyond it the oldest is dropped, so that clients' many settings and lengths do not fill the device
@@ -19,7 +20,7 @@ class Captured(NamedTuple):
 
     draft: Callable[[], Any]
     verify: Callable[[], Any]
-    result: Any
+    result: Said
 
 
 class Graphs:

@@ -163,16 +163,11 @@ class Engine:
         return emitted
 
     def _run(self, kind: Kind, warp: LogitsWarper) -> Said:
-        newest, began = self._newest, time.perf_counter()
+        captures, began = self.rounds.captures, time.perf_counter()
         said = self.rounds.run(kind, warp)
-        if self._newest is not newest:
+        if self.rounds.captures > captures:
             self._prepared(began)
         return said
-
-    @property
-    def _newest(self) -> Any:
-        """The key of the newest graph. It changes when a round is captured."""
-        return next(reversed(self.rounds.graphs.kept), None) if self.rounds.graphs else None
 
     def _prepared(self, began: float) -> None:
         """Take the time since ``began``, spent on capturing or measuring, out of the time of every sequence."""

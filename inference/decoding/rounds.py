@@ -78,7 +78,7 @@ class Rounds:
         self.warps = columns([settings_of(SamplingParams())] * sequences, self.device)
         self.seen_BV: Tensor | None = None
         self.stops_BV: Tensor | None = None
-        self.extra = 0  # rows of a sequence in the drafter's memory beside its roots
+        self.extra, self.captures = 0, 0  # rows of a sequence in the drafter's memory beside its roots; rounds that were kept as graphs
 
     def padded_length(self, rows: int) -> int:
         """``rows`` kept rows, rounded up to a multiple of GRAIN; with graphs to GRAIN times a power of two, so that few are captured."""
@@ -190,12 +190,12 @@ class Rounds:
         found = None if self.graphs is None else self.graphs.find(kind, warp)
         if found is None and self.graphs is not None and not self.graphs.complete and (found := self.capture(kind, warp)):
             self.graphs.keep(kind, warp, found)
+            self.captures += 1
         if found is None:
             return self.verify(self.draft(kind, warp), kind, warp)
         found.draft()
         found.verify()
-        said: Said = found.result
-        return said
+        return found.result
 
     def parts(self, kind: Kind, warp: LogitsWarper) -> tuple[Callable[[], Any], Callable[[], Any]]:
         """The drafting and the verification of a round as two functions, to be timed apart."""
