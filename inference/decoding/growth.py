@@ -269,9 +269,9 @@ def _cut(policy: TreePolicy, plan: Plan | None, levels: list[Level], expanded: l
         depths_X = torch.cat([torch.full((x.shape[1],), d, device=device) for d, x in enumerate(expanded, 1)])
         depths_BN = torch.where(here_BN, depths_X[origin_BN], 0)
     tokens_BN = tokens_BP.gather(1, kept_BN)
+    tree = Tree(tokens_BN, parents_BN, depths_BN, len(levels), by_value=plan is None, planned=plan is not None)
+    tree._rows_BRR = None if plan is None else plan.rows_1RR.expand(B, -1, -1)
     if levels[0].drawn_BEK is None:
-        tree = Tree(tokens_BN, parents_BN, depths_BN, len(levels), by_value=plan is None, planned=plan is not None)
-        tree._rows_BRR = None if plan is None else plan.rows_1RR.expand(B, -1, -1)
         return tree
     drawn_BN = torch.cat([x.drawn_BEK.flatten(1) for x in levels], 1).gather(1, kept_BN)  # type: ignore[union-attr]
     drawn_BN = drawn_BN & (parents_BN != NO_NODE)
@@ -281,6 +281,6 @@ def _cut(policy: TreePolicy, plan: Plan | None, levels: list[Level], expanded: l
     source_BR = torch.full_like(row_BN, -1)
     source_BR = F.pad(source_BR, (0, 2), value=-1).scatter_(1, row_BN, origin_BN)[:, :-1]
     b_B1 = torch.arange(B, device=device)[:, None]
-    q_BRV = q_BXV[b_B1, source_BR.clamp(min=0)] * (source_BR >= 0)[..., None]
-    draws = 1 if draw == "top_plus_one" else policy.branch
-    return Tree(tokens_BN, parents_BN, depths_BN, len(levels), drawn_BN, q_BRV, draws, by_value=plan is None, planned=plan is not None)
+    tree.drawn_BN, tree.q_BRV = drawn_BN, q_BXV[b_B1, source_BR.clamp(min=0)] * (source_BR >= 0)[..., None]
+    tree.draws = 1 if draw == "top_plus_one" else policy.branch
+    return tree

@@ -162,6 +162,8 @@ def test_sampled_trees_are_valid_and_repeat_with_the_seed(rule: str, ids: list[i
                 assert len(tree) == policy.nodes
                 assert torch.equal(tree.parents_BN, other.parents_BN)
                 assert policy.kind == "fixed" or bool(tree.drawn_BN.all())
+                worked_out = Tree(tree.tokens_BN, tree.parents_BN, tree.depths_BN, tree.depth).rows()
+                assert tree._rows_BRR is not None and torch.equal(tree._rows_BRR, worked_out), "its plan has them ready"
 
 
 def test_the_deterministic_children_are_the_top_ones_and_the_drawn_one_is_another() -> None:
