@@ -122,14 +122,6 @@ class Slots(Memory):
         self.used[layer] = start + rows
         return Room(keys, values, start, 0, start + rows)
 
-    def rooms(self, layers: int, rows: int) -> list[Room] | None:
-        first = self.room(0, rows)
-        if first is None:
-            return None
-        _, _, start, _, stop = first
-        self.used.update(dict.fromkeys(range(1, layers), stop))
-        return [first, *(Room(*self.layers[i][0], start, 0, stop) for i in range(1, layers))]
-
     def _grow(self, layer: int, k: Tensor, v: Tensor, rows: int) -> None:
         """Allocate larger buffers for a layer, with room for at least ``rows`` rows, and copy what it holds."""
         if rows > self.capacity:
