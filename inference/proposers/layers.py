@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from headstart.heads.base import Draft, Drafter, Roots
 from headstart.heads.errors import UserError
-from headstart.heads.kinds import masks
 from headstart.heads.memory import AsCache, Memory, Segment
 from headstart.heads.unembedding import Unembedding
 from headstart.heads.visibility import MaskSees, Sees
@@ -77,15 +76,10 @@ class SomeLayers(Drafter):
         return Unembedding(self.ends.head_VD)
 
     def _read(self, tokens_BN: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
-        self.keys_BM = torch.cat([self.keys_BM, positions_BN], dim=1)
-        seen = sees.dense(tokens_BN.shape[1], self.keys_BM.shape[1], tokens_BN.device)
-        allowed_BNM = torch.ones_like(positions_BN[..., None] + self.keys_BM[:, None], dtype=torch.bool) if seen is None else seen[:, 0]
-        mask, cache = masks(self.target.config, self.target.dtype, allowed_BNM, positions_BN, self.keys_BM), AsCache(memory)
+        before, self.keys_BM = self.keys_BM.shape[1], torch.cat([self.keys_BM, positions_BN], dim=1)
+        inputs = {"input_ids": tokens_BN, "position_ids": positions_BN, "past_key_values": AsCache(memory), "use_cache": True}
         with self._without():
-            out = self.target.body(
-                input_ids=tokens_BN, position_ids=positions_BN, attention_mask=mask, past_key_values=cache, use_cache=True
-            )
-        return Draft(out.last_hidden_state.to(self.target.device))
+            return Draft(self.target.reader.run_by(sees, before, self.keys_BM, (), **inputs)[1])
 
     @contextmanager
     def _without(self) -> Iterator[None]:
