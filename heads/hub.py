@@ -33,7 +33,7 @@ from headstart.heads.seal import check_target as check_target
 from headstart.heads.seal import target_card as target_card
 from headstart.heads.stored import check_weights, finite, read_json, read_tensors
 
-WORDS = {int: "a whole number of at least 1", float: "a number", bool: "true or false", str: "a word", NoneType: "null"}
+WORDS = {int: "a whole number of at least {}", float: "a number", bool: "true or false", str: "a word", NoneType: "null"}
 WORDS |= {list: "a list of whole numbers", dict: "a dictionary"}  # how error messages name the types of settings
 
 
@@ -61,8 +61,9 @@ def check_arguments(name: str, arguments: Mapping[str, Any]) -> type[Drafter]:
             raise UserError(f"head {name!r} has no setting {key!r}: it has {', '.join(sorted(accepted)) or 'none'}")
         kinds = next((hints[key] for c in cls.__mro__ if key in (hints := get_type_hints(vars(c).get("__init__", object)))), Any)
         kinds = get_args(kinds) if isinstance(kinds, UnionType) else (kinds,)
-        if not any(_is(value, kind) for kind in kinds):
-            wanted = " or ".join(WORDS.get(get_origin(kind) or kind, str(kind)) for kind in kinds)
+        least = 0 if key == "mask_token" else 1
+        if not any(_is(value, kind, least) for kind in kinds):
+            wanted = " or ".join(WORDS.get(get_origin(kind) or kind, str(kind)) for kind in kinds).format(least)
             raise UserError(f"head.{key} must be {wanted}, found {value!r}")
     return cls
 
@@ -79,8 +80,8 @@ def build(name: str, shape: TargetShape, **arguments: Any) -> Drafter:
     return drafter
 
 
-def _is(value: Any, kind: Any) -> bool:
-    """Whether a setting has the type that its constructor declares."""
+def _is(value: Any, kind: Any, least: int) -> bool:
+    """Whether a setting has the type that its constructor declares. ``least``: of a whole number."""
     kind = get_origin(kind) or kind
     if kind is Any:
         return True
@@ -89,7 +90,7 @@ def _is(value: Any, kind: Any) -> bool:
     if kind is list:
         return isinstance(value, (list, tuple)) and all(type(x) is int for x in value)
     if kind is int:
-        return isinstance(value, int) and value >= 1
+        return isinstance(value, int) and value >= least
     return isinstance(value, (int, float) if kind is float else kind)
 
 

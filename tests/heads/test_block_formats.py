@@ -354,11 +354,24 @@ def test_without_a_mask_token_the_folder_is_our_own(name: str, tmp_path: Path) -
     assert drafter.format == "native" and "mask_embedding" in load_file(tmp_path / "s" / "model.safetensors")
 
 
+@pytest.mark.parametrize("name", ["dflash", "peagle"])
+def test_the_first_token_of_all_may_be_the_mask(name: str, tmp_path: Path) -> None:
+    """Also in a folder that others wrote."""
+    hub.save(make(name, TARGET(), **SMALL[name] | dict(mask_token=0)), tmp_path / "s", TARGET().card, torch.float32)
+    assert hub.load(tmp_path / "s", TARGET().shape).mask_token == 0
+    config = json.loads((tmp_path / "s" / "config.json").read_text())
+    del config["headstart"]
+    (tmp_path / "s" / "config.json").write_text(json.dumps(config))
+    assert hub.load(tmp_path / "s", TARGET().shape).mask_token == 0
+
+
 def test_what_a_folder_cannot_say_is_refused(tmp_path: Path) -> None:
     shape = TARGET().shape
     for name, wrong, message in [
         ("dflash", dict(mask_token=96), r"head\.mask_token must be a token of the target \(0\.\.95\), found 96"),
         ("peagle", dict(mask_token=10**9), r"head\.mask_token"),
+        ("dflash", dict(mask_token=-1), r"head\.mask_token must be a whole number of at least 0 or null, found -1"),
+        ("dflash", dict(mask_token=False), r"head\.mask_token must be a whole number of at least 0 or null, found False"),
         ("xpress", dict(mask_token=5, rank=24), r"head\.rank=24: engines take powers of two from 16 on, with head\.mask_token"),
         ("xpress", dict(mask_token=5, rank=8), r"head\.rank=8"),
         ("xpress", dict(mask_token=5, mlp_hidden=96), r"head\.mlp_hidden=96: engines take multiples of 64, with head\.mask_token"),
