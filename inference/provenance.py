@@ -25,10 +25,15 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The checkout's commit, with ``-dirty`` where files differ from it; ``unknown`` outside a git checkout."""
-    here = Path(__file__).resolve().parent
+    """The checkout's commit, with ``-dirty`` where files differ from it; ``unknown`` outside a git checkout of our own: a wheel may be
+    installed within another repository.
+    """
+    here = Path(__file__).resolve().parents[1]
     try:
-        sha = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+        said = subprocess.run(["git", "rev-parse", "--show-toplevel", "HEAD"], cwd=here, capture_output=True, text=True, check=True).stdout
+        top, _, sha = said.strip().rpartition("\n")
+        if Path(top).resolve() != here:
+            return "unknown"
         changed = subprocess.run(["git", "status", "--porcelain"], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
