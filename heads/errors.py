@@ -1,5 +1,5 @@
-"""The error for a user: one line that names what is wrong and what to do. Commands print it without a stack trace. And warnings, which are
-logged.
+"""The error for a user: one line that names what is wrong and what to do, which commands print without a stack trace; and warnings that are
+logged once.
 """
 
 from __future__ import annotations
