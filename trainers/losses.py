@@ -12,6 +12,7 @@ hidden, C positions of a chunk, R draft rows of a chunk, S positions of a strip,
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,7 @@ from headstart.trainers.selector import Selection
 from headstart.trainers.terms import Constants, Weights, kernel_of, term, weighting_of
 
 KERNELS = {"triton": "headstart.trainers.kernel", "native": "headstart.trainers.native_kernel"}
-KEPT = 30 << 20  # bytes; blocks above 32 MiB no longer raise glibc's trim threshold (see _Sums)
+KEPT = 30 << 20  # bytes; blocks above 32 MiB no longer raise glibc's trim threshold (see _keep_freed_memory)
 
 
 @dataclass
@@ -108,6 +109,12 @@ def fused_loss(
     return walk(_Sums(hidden, unembeddings, parts, tokens_BT.shape, weighed, selector, weight_KP, figures, ask_BA, by, in_kernel))
 
 
+@functools.cache  # once a process is enough
+def _keep_freed_memory() -> None:
+    """glibc gives memory back once more is free than twice the largest block freed so far: what a chunk frees, the next shall find."""
+    torch.empty(KEPT, dtype=torch.uint8, device="cpu")  # its pages are never touched
+
+
 def _dtype_of(hidden: Tensor) -> torch.dtype:
     """Of the draft logits."""
     kind = hidden.device.type
@@ -153,13 +160,10 @@ class _Sums:
         for k, u in enumerate(unembeddings):
             self.groups.setdefault((*map(id, u.blocks), id(u.ids_V)), (u, []))[1].append(k)
         self.vocabularies = {id(u.ids_V): u.ids_V for u in unembeddings}
-        # the buffer for the logits of every chunk
         numbers = max((sum(part.counts_K) for part in parts), default=0) * max(len(u.weight_VH) for u in unembeddings)
-        self.room = torch.empty(numbers, dtype=self.dtype, device=device)
-        if self.kernel is None and device.type == "cpu" and numbers > strip_of(device):  # the kernels have no strips
-            # glibc returns free memory to the system once more is free than twice the largest block freed so far. Freeing this large block
-            # (its pages are never touched) raises that threshold, so that the strips of all chunks reuse the same memory
-            torch.empty(KEPT, dtype=torch.uint8)
+        self.room = torch.empty(numbers, dtype=self.dtype, device=device)  # for the logits of every chunk
+        if device.type == "cpu" and numbers > strip_of(device):
+            _keep_freed_memory()
         self.loss_K = torch.zeros(len(hidden), dtype=wide(hidden[0]).dtype, device=device)
         self.match_KP = torch.zeros(weight_KP.shape, dtype=torch.bool, device=device)
         self.alpha_KP, self.true_KP = (torch.zeros(weight_KP.shape, dtype=self.loss_K.dtype, device=device) for _ in range(2))
