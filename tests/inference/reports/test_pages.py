@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from headstart.inference.reports import charts, comparison_page, heatmap
 from headstart.inference.reports.charts import Series, apart, beside, overlap, ticks
@@ -214,7 +215,8 @@ def test_names_lie_over_nothing() -> None:
     (svg,) = [s for s in page.root.all("svg") if s.attributes["aria-label"].startswith("accepted length")]
     names = [t for t in svg.all("text") if t.attributes.get("class") == "name"]
     assert {t.text for t in names} == {r["name"] for r in rows}
-    assert len(rows) >= 18, "fewer names would find room anyhow: nothing would be tested"
+    arms = OmegaConf.load(Path(__file__).resolve().parents[3] / "conf/experiment/compare.yaml").arms
+    assert {r["name"] for r in rows} == {*arms} and len(rows) >= 18, "the table of all drafters is of other arms: make figures"
     boxes = []
     for t in names:
         x, y = float(t.attributes["x"]), float(t.attributes["y"])
