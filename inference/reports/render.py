@@ -11,10 +11,11 @@ from rich.table import Table
 
 from headstart.heads.files import put, put_text
 from headstart.inference.reports.figures import GRAM
+from headstart.inference.reports.page import between
 from headstart.inference.reports.pictures import report_picture
 from headstart.inference.reports.report import PICTURE, Figures, Report
 from headstart.inference.reports.report_page import NAME as PAGE
-from headstart.inference.reports.report_page import Curves, report_page
+from headstart.inference.reports.report_page import Curves, interval, report_page
 from headstart.inference.reports.summary import summary
 
 
@@ -38,13 +39,13 @@ def rows(report: Report) -> list[tuple[str, str, str]]:
         return name, f"{cold[key]:{unit}}", f"{warm[key]:{unit}}"
 
     return [
-        both("accepted length (tokens per target pass)", "accepted_length"),
+        ("accepted length (tokens per target pass)", sure(cold, "accepted_length"), sure(warm, "accepted_length")),
         ("acceptance by depth", shares(cold), shares(warm)),
         *([both("expected length of a chain, teacher-forced", "expected_length")] if "expected_length" in cold else []),
         *([both(f"repeated {GRAM}-grams of a text", "repetition", ".0%")] if "repetition" in cold else []),
         both(f"tokens/s with the drafter{always}", "tokens_per_second", ".0f"),
         both("tokens/s without, same engine", "plain_tokens_per_second", ".0f"),
-        both(f"speed-up{always}", "speedup"),
+        (f"speed-up{always}", sure(cold, "speedup"), sure(warm, "speedup")),
         *_beside(report, "chain_", f"a chain of {report['tree']['depth']}", "accepted length", "acceptance by depth", "speed-up"),
         *_beside(report, "auto_", "decode=auto", "rounds without guesses", "tokens per pass", "speed-up"),
     ]
@@ -54,13 +55,19 @@ def _beside(report: Report, shape: str, name: str, *what: str) -> list[tuple[str
     """The rows ``what`` for another shape: the chain, which most engines draft, or decode=auto. None where it was not measured."""
     found: list[Figures] = [report[key] for t in (0, 1) if (key := f"{shape}temperature_{t}") in report]
     values = {
-        "accepted length": [f"{figures['accepted_length']:.2f}" for figures in found],
+        "accepted length": [sure(figures, "accepted_length") for figures in found],
         "acceptance by depth": [shares(figures) for figures in found],
         "tokens per pass": [f"{figures['accepted_length']:.2f}" for figures in found],
         "rounds without guesses": [f"{auto['rounds'].get('no guesses', 0.0):.0%}" for auto in report.get("auto", {}).values()],
-        "speed-up": [f"{figures['speedup']:.2f}" for figures in found],
+        "speed-up": [sure(figures, "speedup") for figures in found],
     }
     return [(f"{name}: {key}", *values[key]) for key in what if found and len(values[key]) == 2]  # type: ignore[misc]
+
+
+def sure(figures: Figures, key: str) -> str:
+    """The figure and, where there is one, its interval over prompts: a busy machine shows in that of a speed-up."""
+    within = between(interval(figures, key))
+    return f"{figures[key]:.2f}" + (f" ({within})" if within else "")
 
 
 AT_ONCE = ("at once", "temperature", "accepted length", "tokens/s with the drafter", "without", "speed-up")
