@@ -79,7 +79,9 @@ class TargetShape:
 
 
 def layer_sizes(shape: TargetShape, heads: int | None, kv_heads: int | None, width: int | None) -> tuple[int, int, int]:
-    """(query heads, key-value heads, MLP width) of a drafter's layers. None takes the target's. Raises UserError if they do not divide."""
+    """(query heads, key-value heads, MLP width) of a drafter's layers. None takes the target's; of key-value heads as many as ``heads`` if
+    these are given. Raises UserError if they do not divide.
+    """
     heads, kv_heads = heads or shape.heads, kv_heads or heads or shape.kv_heads
     if heads % kv_heads:
         raise UserError(f"head.heads={heads} must be a multiple of head.kv_heads={kv_heads}")
@@ -98,7 +100,7 @@ def ascending_taps(taps: Sequence[int], shape: TargetShape) -> tuple[int, ...]:
 class TargetEnds:
     """The target's frozen token embedding and output head, shared with the drafter and never saved with it."""
 
-    embed: nn.Module  # tokens -> [.., D], without the target's own scale: engines share it with drafters in this form
+    embed: nn.Module  # tokens -> [.., D], without the target's own scale, as engines that serve the drafter share it
     head_VD: Tensor
     softcap: float | None = None  # gemma: softcap * tanh(logits / softcap)
     whole: Any = None  # the transformers model, or a function that loads it; None where neither is at hand

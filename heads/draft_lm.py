@@ -75,6 +75,8 @@ class DraftLm(ReadsTokens, Drafter):
             raise UserError("the draft model caps its logits (final_logit_softcapping), which is not supported: choose another family")
         if scaled := [key for key in SCALES if (getattr(hf, key, None) or 1) != 1]:
             raise UserError(f"the draft model scales its logits ({scaled[0]}), which is not supported: choose another family")
+        if getattr(lm.get_output_embeddings(), "bias", None) is not None:
+            raise UserError("the draft model's output head has a bias, which is not supported: choose another family")
         if self.lora is not None:
             _add_lora(lm, self.lora)
         hf.return_dict = True  # whatever the config says about the return type

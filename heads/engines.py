@@ -1,9 +1,14 @@
-"""Which targets an engine can serve with which kind of drafting. With others it ends when it starts.
+"""Which targets an engine can serve with which kind of drafting. With others it ends when it starts, or drafts from wrong inputs.
 
 Drafters read inner layers of the target (those of SGLang's EAGLE and EAGLE3 also its embedding and head), for which the engine's class of
-the target needs an interface. The kinds of targets (``model_type``) are from the sources of vLLM 0.33.0 (``SupportsEagle3``) and SGLang
-0.5.23 (``set_eagle3_layers_to_capture``, ``set_dflash_layers_to_capture``, ``get_embed_and_head``), and from TensorRT-LLM's feature matrix
-of 2026. For vLLM those without the interface are listed: it runs any kind that it has no class for through transformers, with it.
+the target needs an interface. The kinds of targets (``model_type``) are from the sources of vLLM 0.33.0 (``SupportsEagle3``; granitemoe and
+its kin: 0.32.0) and SGLang 0.5.23 (``set_eagle3_layers_to_capture``, ``set_dflash_layers_to_capture``, ``get_embed_and_head``), and from
+TensorRT-LLM's feature matrix of 2026. For vLLM those without the interface are listed: it runs any kind that it has no class for through
+transformers, with it. But it looks for the embedding under the name ``embed_tokens``, and shares the module.
+
+Left out are also interfaces that give something else than a drafter was trained with. SGLang's Gemma 3 gives the output of a layer's MLP in
+the place of the residual stream. Where an engine shares the module of an embedding that multiplies by a scale, and not its table, the
+drafter gets scaled embeddings: VaultGemma's in vLLM, and Gemma 4's in SGLang for block drafters.
 """
 
 from __future__ import annotations
@@ -15,22 +20,24 @@ def _kinds(names: str) -> set[str]:
 
 _NOT_VLLM = _kinds("""
     axk1 bloom cohere cohere2 dbrx ernie4_5_moe exaone4 exaone_moe falcon falcon_h1 gemma gemma2 gemma3_text gemma3n_text glm4 glm4_moe
-    glm4_moe_lite gpt2 gptj granitemoehybrid hrm_text hy_v3 hy_v4 hyperclovax inkling_text jamba lfm2 lfm2_moe longcat_flash mixtral
-    nemotron olmo_hybrid olmoe opt qwen2_moe qwen4_exp_text stablelm zamba2
+    glm4_moe_lite gpt2 gpt_bigcode gpt_neox gptj granitemoe granitemoe_swa granitemoehybrid granitemoeshared hrm_text hy_v3 hy_v4
+    hyperclovax inkling_text jamba lfm2 lfm2_moe longcat_flash mixtral nemotron olmo_hybrid olmoe opt qwen2_moe qwen4_exp_text stablelm
+    vaultgemma zamba2
 """)
+_NOT_VLLM_EAGLE = _kinds("bloom dbrx falcon gpt2 gpt_bigcode gpt_neox opt vaultgemma")
 _SGLANG = _kinds("""
-    deepseek_v2 deepseek_v3 deepseek_v32 gemma4_text glm4_moe_lite glm_moe_dsa gpt_oss kimi_k2 llama mellum ministral3 mistral phi3 qwen3
+    deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa gpt_oss kimi_k2 llama mellum ministral3 mistral phi3 qwen3
     qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen3_vl_moe_text qwen3_vl_text
 """)
 _EAGLE3 = _SGLANG | _kinds("""
-    apertus bailing_moe exaone_moe gemma3_text glm4_moe llama4_text longcat_flash minimax_m2 qwen2 qwen2_5_vl_text
+    apertus bailing_moe exaone_moe gemma4_text glm4_moe llama4_text longcat_flash minimax_m2 qwen2 qwen2_5_vl_text
 """)
-_EAGLE = _EAGLE3 | _kinds("deepseek_v4 ernie4_5_moe exaone4 falcon_h1 glm4 hy_v3 hy_v4 laguna mimo_v2_flash nemotron_h opt")
+_EAGLE = _EAGLE3 | _kinds("deepseek_v4 ernie4_5_moe exaone4 falcon_h1 gemma3_text glm4 hy_v3 hy_v4 laguna mimo_v2_flash nemotron_h opt")
 _BLOCKS = _SGLANG | _kinds("deepseek_v4 kimi_linear laguna lfm2 lfm2_moe mimo_v2_flash nemotron_h")
 _TENSORRT = _kinds("gpt_oss llama llama4_text mistral qwen3 qwen3_moe")
 
 # By engine and kind of drafting: vLLM's method, SGLang's algorithm, "" for TensorRT-LLM.
-WITHOUT = {("vLLM", "eagle3"): _NOT_VLLM, ("vLLM", "dflash"): _NOT_VLLM, ("vLLM", "dspark"): _NOT_VLLM}
+WITHOUT = {("vLLM", method): _NOT_VLLM for method in ("eagle3", "dflash", "dspark")} | {("vLLM", "eagle"): _NOT_VLLM_EAGLE}
 WITH = {
     ("SGLang", "EAGLE3"): _EAGLE3,
     ("SGLang", "EAGLE"): _EAGLE,

@@ -18,7 +18,7 @@ from headstart.heads.errors import UserError
 from headstart.heads.formats.keys import alike, flag, need, shown
 from headstart.heads.serving import Command, vllm
 
-names_target = True  # TGI is started with the drafter's folder and finds the target through its config
+names_target = True  # as published folders do (base_model_name_or_path)
 
 
 def names(drafter: Any) -> dict[str, str]:

@@ -118,7 +118,7 @@ def ends_of(config: Any, embed: nn.Module, head_VD: Tensor, whole: Any) -> Targe
     """The embedding and output head that drafters share. ``config``: of the text model. ``head_VD``: on the embedding's device.
     ``whole``: as in ``TargetEnds``.
     """
-    if hasattr(embed, "embed_scale"):  # gemma multiplies embeddings by a scale; serving engines share the table with drafters without it
+    if hasattr(embed, "embed_scale"):  # gemma multiplies embeddings by a scale; engines share the table without it (or: heads/engines.py)
         embed = nn.Embedding.from_pretrained(embed.weight)
     softcap, scaled = getattr(config, "final_logit_softcapping", None), logit_scale(config) != 1
     return TargetEnds(embed, scaled_head(config, head_VD), softcap, whole, scaled)

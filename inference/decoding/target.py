@@ -106,7 +106,7 @@ class Target(TargetInfo):
         from accelerate.hooks import remove_hook_from_module
 
         embed = remove_hook_from_module(copy.deepcopy(self.ends.embed)).to(device=device, dtype=dtype)
-        return TargetEnds(embed, self.ends.head_VD.to(device=device, dtype=dtype), self.ends.softcap)
+        return TargetEnds(embed, self.ends.head_VD.to(device=device, dtype=dtype), self.ends.softcap, scaled=self.ends.scaled)
 
     @property
     def turn(self) -> int | None:

@@ -202,6 +202,7 @@ def test_models_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         ({"config": SMALL | {"model_type": "qwen3_next", "head_dim": 8}}, "layers of kind linear_attention"),
         ({"config": SMALL | {"model_type": "gemma", "final_logit_softcapping": 30.0}}, "caps its logits"),
         ({"config": SMALL | {"model_type": "cohere", "logit_scale": 0.5}}, "scales its logits"),
+        ({"config": SMALL | {"model_type": "phi"}}, "output head has a bias"),
         ({"folder": str(tmp_path / "nowhere")}, r"the draft model .*nowhere cannot be made"),
     ):
         with pytest.raises(UserError, match=message) as e:

@@ -88,7 +88,15 @@ def test_what_engines_are_asked(head: str, changes: Any, method: Any, more: Any,
     ("kind", "head", "engines"),
     [
         ("mixtral", "eagle", set()),
-        ("gemma3_text", "eagle", {"SGLang"}),
+        ("gemma3_text", "eagle", set()),  # SGLang hands over the output of a layer's MLP, without the stream it is added to
+        ("gemma3_text", "eagle1", {"vLLM", "SGLang"}),
+        ("gemma4_text", "eagle", {"vLLM", "SGLang"}),
+        ("gemma4_text", "dflash", {"vLLM"}),  # SGLang embeds a block's tokens by the target's module, which scales them
+        ("vaultgemma", "eagle1", set()),  # so does vLLM's
+        ("vaultgemma", "dflash", set()),
+        ("gpt_neox", "eagle1", set()),  # its embedding has another name than vLLM asks for
+        ("gpt_neox", "eagle", set()),
+        ("granitemoe", "eagle", set()),
         ("glm4_moe", "eagle", {"SGLang"}),
         ("gemma", "eagle", set()),
         ("exaone4", "eagle", set()),
