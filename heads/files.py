@@ -26,8 +26,13 @@ REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # sync errors of a failing or
 
 
 def cache_folder() -> Path:
-    """Where what can be made again is kept between runs: ``HEADSTART_CACHE``, else ``headstart`` in the user's cache folder."""
-    return Path(os.environ.get("HEADSTART_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "headstart")
+    """Where what can be made again is kept between runs: ``HEADSTART_CACHE``, else ``headstart`` in the user's cache folder. Raises
+    UserError where the user has no home.
+    """
+    try:
+        return Path(os.environ.get("HEADSTART_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "headstart")
+    except RuntimeError as e:
+        raise UserError("this user has no home, where a cache would be kept: set HEADSTART_CACHE to a folder") from e
 
 
 def check_exported(folder: str | Path, key: str = "") -> None:

@@ -2,7 +2,8 @@
 
 A step of one row is little work in many operations: some sixty for one Llama layer in transformers, fewer than twenty here. Whether a
 decoder has the known structure (norm, attention with RoPE, norm, SwiGLU, two residuals) is decided from its modules, never from its
-name. It is used only where both compute the same states of the same rows.
+name. It is used only where both compute the same states of the same rows. In half precision that alone would prove little: a window that
+leaves some rows out changes states less than rounding may.
 
 Shape suffixes: B batch, N rows.
 """
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from headstart.heads import frozen, native
 from headstart.heads.kernels.launch import DTYPES, launches
+from headstart.heads.kinds import kinds_of
 from headstart.heads.layers import Rope
 from headstart.heads.memory import Memory
 from headstart.heads.orders import memory_dtype
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 HEAD_NORMS = {"q_norm", "k_norm"}
+FACTORS = ("embedding_multiplier", "residual_multiplier")  # granite's: of half a layer's output and the like, which are 1 elsewhere
 KNOWN_ROPES = ("default", "linear", "llama3", "yarn")  # rope types that do not depend on the length
 
 
@@ -92,7 +95,7 @@ def lean(decoder: Any, own: bool = True) -> Lean | Fused | None:
 def _known(decoder: Any) -> tuple[Rope, tuple[int, int, int]] | None:
     """The rotation and (heads, key-value heads, head size) of a decoder of the known structure on a CPU or one GPU, else None."""
     config = decoder.config.get_text_config()
-    if getattr(config, "is_heterogeneous", False):  # layers of several sizes
+    if getattr(config, "is_heterogeneous", False) or kinds_of(config) != {"full_attention"}:  # layers of several sizes, or with a window
         return None
     rotation: Any
     embedding, layers, norm, rotation = (getattr(decoder, name, None) for name in ("embed_tokens", "layers", "norm", "rotary_emb"))
@@ -110,15 +113,19 @@ def _known(decoder: Any) -> tuple[Rope, tuple[int, int, int]] | None:
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     sizes = heads, getattr(config, "num_key_value_heads", None) or heads, head_dim
-    if 2 * len(rotation.inv_freq) != head_dim or not all(_is_known(layer) for layer in layers):
+    if 2 * len(rotation.inv_freq) != head_dim or not all(_is_known(layer, head_dim) for layer in layers):
+        return None
+    if any(getattr(m, factor, 1) != 1 for m in (decoder, *layers) for factor in FACTORS):
         return None
     rope = Rope({}, head_dim, 1)
     rope.frequencies, rope.scaling = rotation.inv_freq.float(), float(rotation.attention_scaling)
     return rope, sizes
 
 
-def _is_known(layer: Any) -> bool:
-    """Whether the names and types of the modules in a layer are the expected ones."""
+def _is_known(layer: Any, head_dim: int) -> bool:
+    """Whether the names and types of the modules in a layer are the expected ones, and its scores are scaled as those of most models."""
+    if abs(getattr(layer.self_attn, "scaling", head_dim**-0.5) * head_dim**0.5 - 1) > 1e-6:
+        return False
     if {name for name, _ in layer.named_children()} != LAYER:
         return False
     attention, feed = dict(layer.self_attn.named_children()), dict(layer.mlp.named_children())

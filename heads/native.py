@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from headstart.heads.errors import UserError
 from headstart.heads.files import cache_folder
 
 if TYPE_CHECKING:
     from headstart.heads.memory import Room
 
 log = logging.getLogger(__name__)
-
 SOURCE = Path(__file__).with_name("native.cpp")
 FLAGS = ["-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-c"]
 SECONDS = 120  # after which the compiler is given up
@@ -58,7 +58,7 @@ def searched() -> ctypes.CDLL | Unavailable:
     """The compiled functions, or why there are none."""
     try:
         return _right(_open(_compiled()))
-    except (Unavailable, OSError) as e:
+    except (Unavailable, UserError, OSError) as e:
         log.warning("this CPU goes on with torch's operations, which are slower than our own (heads/native.cpp): %s", e)
         return Unavailable(str(e))
 
@@ -104,12 +104,13 @@ def _compiled() -> Path:
     key = hashlib.sha256(b"\0".join(about)).hexdigest()[:32]
     folder = _own(cache_folder() / "native")
     path = folder / f"{key}.so"
-    if not path.exists():
+    if not path.is_file() or not path.stat().st_size:  # empty where a machine was lost before it was on disk
         log.info("compiling %s for this processor, once", SOURCE.name)
         with tempfile.TemporaryDirectory(dir=folder) as beside:
             made = [str(Path(beside, name)) for name in ("native.o", "native.so")]
             _run([compiler, *FLAGS, str(SOURCE), "-o", made[0]])
             _run([compiler, "-shared", made[0], "-o", made[1]])  # without -fopenmp: that would add a second OpenMP
+            os.sync()
             Path(made[1]).replace(path)
     return path
 
@@ -252,8 +253,7 @@ class Layers:
         if any(x.shape != residual.shape or x.shape[2] != self.width for x in (*inputs, residual)):
             raise RuntimeError(f"inputs of {[tuple(x.shape) for x in inputs]} for layers that are {self.width} wide")
         (cos, sin), (keys, _, start, first, stop) = cos_sin, rooms[0]
-        if cos.shape[0] != residual.shape[0]:  # the same positions in all sequences
-            cos, sin = (x.expand(residual.shape[0], -1, -1, -1).contiguous() for x in (cos, sin))
+        cos, sin = (x.expand(residual.shape[0], -1, -1, -1).contiguous() for x in (cos, sin))  # positions may be the same in all sequences
         inputs, residual = [x.to(self.dtype).contiguous() for x in inputs], residual.to(self.dtype).contiguous()
         found = {i: torch.empty_like(residual) for i in {*wanted, self.count - 1}}
         unwanted, wide = torch.empty_like(residual), torch.float32

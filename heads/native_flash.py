@@ -116,7 +116,8 @@ def _like(q: Tensor, dtype: torch.dtype) -> Tensor:
 def _call(what: str, cuts: Sequence[int], scale: float, lse: Tensor, pieces: bool = False, **views: Tensor) -> None:
     """``pieces``: a head may be computed by several threads."""
     q, k, v = views["q"], views["k"], views["v"]
-    if not (q.dtype == k.dtype == v.dtype and k.shape == v.shape and q.shape[2:] == k.shape[2:]):
+    fits = k.shape == v.shape and q.shape[::2] == k.shape[::2] and q.shape[3] == k.shape[3] and q.shape[1] % k.shape[1] == 0
+    if not (q.dtype == k.dtype == v.dtype and fits):
         raise RuntimeError(f"attention of {tuple(q.shape)} over {tuple(k.shape)} and {tuple(v.shape)}, {q.dtype}, {k.dtype}, {v.dtype}")
     rows, spans = q.shape[2], spans_of(cuts, q.shape[2])
     documents = torch.tensor(spans, dtype=torch.int64, device="cpu")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from headstart.heads import frozen, lm, prepack
 from headstart.heads.layers import DecoderLayer, Rope, freeze
@@ -18,6 +19,7 @@ from headstart.heads.visibility import CausalSees
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
+from tests.hostile import ROOT
 from tests.orders import ORDERS, faster
 from tests.tiny_targets import tiny_target
 
@@ -123,6 +125,37 @@ def test_another_shape_keeps_its_own_modules(family: str) -> None:
     changes = dict(residual_multiplier=0.5) if family == "granite" else {}
     target = tiny_target(family, **changes).prepack()
     assert target.reader.lean is None and target.reader.passes == "the model's own modules"
+
+
+SIZES = [
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+    "rope_parameters", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("mistral", dict(sliding_window=16)),
+        ("granite", dict(attention_multiplier=0.25)),
+        ("granite", dict(residual_multiplier=0.9, attention_multiplier=32**-0.5)),
+        ("llama", {}),
+    ],
+)
+@torch.inference_mode()
+def test_in_half_precision_what_hides_in_rounding_keeps_its_own_modules(family: str, changes: dict[str, Any]) -> None:
+    """Where the weights are those of a trained model: a window leaves out a tenth of a state, which bf16 alone may lose."""
+    tiny = AutoModelForCausalLM.from_pretrained(ROOT / "assets" / "tiny", dtype=torch.bfloat16)
+    config = AutoConfig.for_model(family, **{key: getattr(tiny.config, key) for key in SIZES} | changes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model.load_state_dict(tiny.state_dict())
+    prompt = torch.arange(40)[None] % config.vocab_size
+    theirs = model(prompt).logits[0].argmax(-1)
+    target = Target(model, name="same weights").prepack()
+    assert (target.reader.lean is not None) == (family == "llama")
+    context = Context(target, ())
+    ours = target.logits(context.read(prompt[0])[1])[0].argmax(-1)
+    assert (theirs == ours).float().mean() > 0.9
 
 
 def test_hooks_and_other_forwards_keep_it_from_being_lean() -> None:

@@ -140,6 +140,18 @@ def test_a_node_of_a_tree_gets_the_numbers_of_plain_decoding_to_the_bit(
 
 
 @needs_library
+@torch.inference_mode()
+def test_positions_of_another_layout_are_the_same_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, tokens = target_of("fp32", monkeypatch), torch.tensor([random_tokens(12, 0), random_tokens(12, 1)])
+    places, said = torch.arange(6).repeat(2, 1), []
+    for later in (places + 6, (places + 6).T.contiguous().T):
+        memory = Slots(64)
+        target.read_rows(tokens[:, :6], places, memory, CausalSees(6, 6))
+        said.append(target.read_rows(tokens[:, 6:], later, memory, CausalSees(6, 12))[1])
+    assert torch.equal(*said)
+
+
+@needs_library
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(1.0, seed=3)])
 @pytest.mark.parametrize("depth", [0, 3])
 def test_many_sequences_say_what_each_says_alone(depth: int, sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,8 +229,13 @@ def test_it_is_compiled_once(anew: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(native, "_run", counted)
     assert native.library() is not None and ran == ["--version"]
+    about = native._processor
     monkeypatch.setattr(native, "_processor", lambda: b"another")
     assert native.library() is not None and len(ran) == 4 and len([*(anew / "native").iterdir()]) == 2
+    made.unlink()  # it is loaded here: not emptied in place
+    made.touch()  # as a machine leaves it that is lost before it is on disk
+    monkeypatch.setattr(native, "_processor", about)
+    assert native.library() is not None and made.stat().st_size
 
 
 def _no_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,6 +263,12 @@ def _open_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "native").chmod(0o777)
 
 
+def _no_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HEADSTART_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # a user without an entry, as containers run them
+
+
 def _no_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "native").write_text("a file")
 
@@ -255,7 +278,7 @@ def _no_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("spoil", "why"),
     [
         (_no_compiler, "install g++"), (_failing_compiler, "wrong.cpp"), (_wrong_library, "multiplies wrongly"),
-        (_open_folder, "chmod 700"), (_no_folder, "HEADSTART_CACHE"),
+        (_open_folder, "chmod 700"), (_no_folder, "HEADSTART_CACHE"), (_no_home, "HEADSTART_CACHE"),
     ],
 )  # fmt: skip
 def test_what_is_missing_is_said_and_torch_decodes(

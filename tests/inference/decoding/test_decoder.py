@@ -236,14 +236,14 @@ def test_what_was_guessed_is_kept(temperature: float, policy: TreePolicy, static
     from headstart.inference.reports.measure import rounds_of
 
     monkeypatch.setattr(decoder, "BY_ENGINE", ("cpu",) if static else ())
-    seen, read = list[list[int]](), Target.read_rows
+    seen, read, guesser = list[list[int]](), Target.read_rows, drafter()  # trained before calls are noted
 
     def noting(self: Target, tokens_BR: torch.Tensor, *a: Any) -> Any:
         seen.append(tokens_BR[0].tolist())
         return read(self, tokens_BR, *a)
 
     monkeypatch.setattr(Target, "read_rows", noting)
-    made = Decoder(TARGET(), drafter(), policy).generate(PROMPTS[0], new_tokens=NEW, sampling=SamplingParams(temperature, seed=3))
+    made = Decoder(TARGET(), guesser, policy).generate(PROMPTS[0], new_tokens=NEW, sampling=SamplingParams(temperature, seed=3))
     rounds, (_, *trees) = rounds_of(made), seen
     text = made.tokens[:1]
     for one, tree, emitted, asked in zip(rounds, trees, made.emitted, made.asked, strict=True):
