@@ -140,20 +140,21 @@ class Backbone:
 
     @torch.no_grad()
     def _obeys(self) -> bool:
-        """Whether rows read by a rule equal those read by masks: two packed documents first, then further rows with branches."""
+        """Whether rows that the modules read by a rule equal those read by masks: two packed documents first, then rows with branches."""
         tokens, device = self._sample()
         documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1]], device=device)
         positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 4]], device=device)
         seen = ChainSees(documents, closed_form=False).dense(9, 9, device)[0, :, 6:]
         seen[0, 2, 7] = False  # the last two are branches
-        said = []
+        said, modules = [], copy.copy(self)
+        modules.lean = None
         quiet = torch.random.fork_rng([device] if device.type == "cuda" else []), torch.autocast(device.type, enabled=False)
         with quiet[0], quiet[1]:
-            for self._follows in (False, True):
+            for modules._follows in (False, True):
                 memory = Memory()
                 try:
-                    first = self.read(tokens[:, :6], positions[:, :6], memory, ChainSees(documents[:, :6]))[1]
-                    later = self.read(tokens[:, 6:], positions[:, 6:], memory, MaskSees(seen))[1]
+                    first = modules.read(tokens[:, :6], positions[:, :6], memory, ChainSees(documents[:, :6]))[1]
+                    later = modules.read(tokens[:, 6:], positions[:, 6:], memory, MaskSees(seen))[1]
                     said.append(torch.cat([first, later], dim=1).float())
                 except Exception:  # any error of a foreign module that was given no mask
                     return False

@@ -56,9 +56,10 @@ def needs_a_mask(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("quickened", [False, True])
 @pytest.mark.parametrize("leak", ["its own config", "an error"])
-def test_an_architecture_that_leaks_takes_dense_masks(leak: str) -> None:
-    """It says that it looks its attention up, and then does not."""
+def test_an_architecture_that_leaks_takes_dense_masks(leak: str, quickened: bool) -> None:
+    """It says that it looks its attention up, and then does not. Its own modules are asked, also where our layers decode for it."""
     target = tiny_target()
     for layer in target.layers:
         if leak == "its own config":
@@ -66,6 +67,9 @@ def test_an_architecture_that_leaks_takes_dense_masks(leak: str) -> None:
         else:
             layer.register_forward_pre_hook(needs_a_mask, with_kwargs=True)
     check_driven(target)
+    if quickened:
+        target.prepack()
+        target.reader._follows = None  # not yet asked
     assert not target.reader.follows
     assert torch.allclose(target.read(TOKENS, POSITIONS, ())[1], each_document(target), atol=1e-4)
 
