@@ -75,6 +75,11 @@ def waiting(path: Path, key: str, what: str = "") -> Iterator[None]:
             file.close()
 
 
+def warn_unlockable(key: str, path: Path, error: OSError) -> None:
+    """Say that ``key=path`` lies on a file system without locks. What writes there goes on."""
+    print(f"{key}={path} cannot be locked ({error.strerror}): see to it that no other process writes there")
+
+
 def _take(path: Path, key: str, wait: str = "") -> BinaryIO:
     """Lock a file and return it open. ``wait``: print this and wait if another process holds the lock. With "" raise UserError instead."""
     told = False
@@ -94,7 +99,7 @@ def _take(path: Path, key: str, wait: str = "") -> BinaryIO:
                 continue
             raise UserError(f"{key}={path.parent} is being written by {who}: wait for it, end it, or choose another folder") from None
         except OSError as e:  # Lustre without flock and some NFS servers
-            print(f"{key}={path.parent} cannot be locked ({e.strerror}): see to it that no other process writes there")
+            warn_unlockable(key, path.parent, e)
             return file
         if _same(path, file):
             break

@@ -186,16 +186,18 @@ def _find(full: str, since: int, content: str, told: str, added: tuple[str, ...]
     """The (start, end) of a message in ``full``, searched from character ``since`` on. The end includes what closes the message: an added
     token, or the text that follows it in ``told``, where it is the last message. None if the message is not found.
     """
+    found = []
     for text in (content.strip(), answer_of(content)):
         closing = told[told.rfind(text) + len(text) :] if text in told else ""
         at = full.find(text, since)
         while at >= 0:
             end = at + len(text)
-            closed = [mark for mark in (closing, *added) if mark and full.startswith(mark, end)]
-            if closed:
-                return at, end + max(map(len, closed))
+            if closed := [mark for mark in (closing, *added) if mark and full.startswith(mark, end)]:
+                found.append((at, end + max(map(len, closed))))
+                break
             at = full.find(text, at + 1)  # a short text ("assistant") can also stand in a header, but nothing closes it there
-    return None
+    # The whole text may also stand further behind, said or quoted once more, while its own turn is rendered without the thought.
+    return min(found, key=lambda place: (place[0], -place[1]), default=None)
 
 
 def masked(tokenizer: Any, talks: Sequence[Talk]) -> Iterator[Document]:

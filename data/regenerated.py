@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from headstart.data import stdlib
+from headstart.data.lock import warn_unlockable
 from headstart.data.packed import Document
 from headstart.data.rows import Binary, file_path, is_there, reading
 from headstart.data.source import Source, apart, beginnings, check_enough, live, split_off
@@ -58,11 +59,14 @@ class JsonlWriter:
                 raise UserError(f"out={path} is not a file: give out=FILE.jsonl")
             path.parent.mkdir(parents=True, exist_ok=True)
             self.file = path.open("a+b", buffering=0)
+        except OSError as error:
+            raise UserError(f"out={path} cannot be written: {error.strerror or error}") from None
+        try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"out={path} is being written by another process: wait for its end, or choose another out=") from None
         except OSError as error:
-            raise UserError(f"out={path} cannot be written: {error.strerror or error}") from None
+            warn_unlockable("out", path, error)
         self.last = self.count = self.size = 0
         self.synced = time.monotonic()
         with path.open("rb") as lines:

@@ -128,7 +128,7 @@ def make_reports(
     few = min(WORTH + 1, new_tokens)  # untimed: first calls are slow, and decode=auto measures its rounds in a text this long
     for sampled in plain.how(0).values():
         plain.decoder.generate(prompts[0], new_tokens=few, sampling=sampled)
-    hf_generate(target, prompts[0], 8, plain.how(0)[0])
+    hf_generate(target, prompts[0], min(8, new_tokens), plain.how(0)[0])
     with ExitStack() as held:
         held.callback(plain.decoder.close)
         for c in contenders:

@@ -32,7 +32,9 @@ Shares = dict[bool, list[float]]  # sampled (above temperature 0) -> by depth: a
 
 
 def measure(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]]) -> Shares:
-    """Measure the shares: decode the first few prompts plainly, then walk over each text by one teacher-forced pass of the drafter."""
+    """Measure the shares: decode the first few prompts plainly, then walk over each text by one teacher-forced pass of the drafter. None of
+    a temperature at which no text has a round.
+    """
     depth, found, plain = min(DEPTH, drafter.max_depth or DEPTH), Shares(), Decoder(target)
     for sampled in (False, True):
         walks = Walk()
@@ -43,13 +45,16 @@ def measure(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]]) 
             walks.add(expected_walk(target, drafter, prompt, said.tokens, depth, how))
         tried, right = [walks.rounds, *walks.reached[:-1]], walks.reached
         overall = sum(right) / max(sum(tried), 1.0)
-        found[sampled] = [(r + FEW * overall) / (n + FEW) for n, r in zip(tried, right, strict=True)]
+        if walks.rounds:  # else every text ended with its first token
+            found[sampled] = [(r + FEW * overall) / (n + FEW) for n, r in zip(tried, right, strict=True)]
     return found
 
 
 def write(folder: str | Path, shares: Shares) -> None:
-    """Write ``acceptance.json`` into an exported folder of ours; into any other folder nothing. Raises OSError where it cannot."""
-    if (weights := _weights(folder)) is not None:
+    """Write ``acceptance.json`` into an exported folder of ours; nothing into any other, nor where shares of a temperature are missing.
+    Raises OSError where it cannot.
+    """
+    if (weights := _weights(folder)) is not None and len(shares) == 2:
         told = {f"temperature_{int(sampled)}": [round(x, 4) for x in by_depth] for sampled, by_depth in shares.items()}
         put_text(Path(folder) / NAME, json.dumps({"weights": weights} | told, indent=2) + "\n")
 

@@ -60,9 +60,7 @@ def read(raw: bytes, chat: bool, target: Target, name: str, limit: int, rule: st
     usage, token_ids = take(options, "include_usage", bool, False), take(body, "return_token_ids", bool, False)
     always = usage and take(options, "continuous_usage_stats", bool, False)
     sampling = sampling_of(body, rule, target.shape.vocab_size, defaults)
-    prompts = [messages_of(body, target)] if chat else prompts_of(body, target)
-    if len(prompts) * n > MOST_ANSWERS:
-        raise Refused(f"{what}: {len(prompts)} prompts and n, {n}, are more than {MOST_ANSWERS} answers: send several requests", what)
+    prompts = [messages_of(body, target)] if chat else prompts_of(body, target, n)
     length = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     new_tokens = take(body, length, int, max(limit - len(prompts[0]), 1) if chat else COMPLETION_TOKENS)
     echo = not chat and take(body, "echo", bool, False)
@@ -123,7 +121,7 @@ def stream_options_of(body: dict[str, Any]) -> dict[str, Any]:
 
 def stops_of(given: Any) -> list[str]:
     """The texts at which an answer ends. Raises Refused."""
-    stops = [given] if isinstance(given, str) else given or []
+    stops = [given] if isinstance(given, str) else [] if given is None else given
     if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(isinstance(s, str) and 0 < len(s) <= LONGEST_STOP for s in stops):
         raise Refused(f"stop must be a text or up to {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters", "stop")
     return stops
@@ -184,11 +182,14 @@ def seed_of(given: int | None, choice: int) -> int:
     return (given + choice + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def prompts_of(body: dict[str, Any], target: Target) -> list[list[int]]:
-    """The prompts of a completion as tokens: of a text, a list of tokens, or a list of these. Raises Refused."""
+def prompts_of(body: dict[str, Any], target: Target, n: int) -> list[list[int]]:
+    """The prompts of a completion as tokens: of a text, a list of tokens, or a list of these; ``n`` answers to each. Raises Refused."""
     given: Any = body.get("prompt")
     special = take(body, "add_special_tokens", bool, True)
     several = isinstance(given, list) and bool(given) and all(isinstance(prompt, str | list) for prompt in given)
+    if several and len(given) * n > MOST_ANSWERS:  # before they become tokens, which takes seconds for a large body
+        text = f"prompt: {len(given)} prompts and n, {n}, are more than {MOST_ANSWERS} answers: send several requests"
+        raise Refused(text, "prompt")
     prompts = []
     for i, prompt in enumerate(given if several else [given]):
         where = f"prompt[{i}]" if several and len(given) > 1 else "prompt"

@@ -195,7 +195,9 @@ class Reader:
     def push(self, tokens: Sequence[int]) -> str:
         """Add tokens. Returns the text that is certain now and was not before."""
         said = ""
-        for run in [[token] for token in tokens] if self.stops else [tokens]:
+        # Runs that all end within a character would find no place between two: one at a time, the next place is met.
+        alone = self.stops or len(self.tokens) + len(tokens) - self.clean > GARBAGE // 2
+        for run in [[token] for token in tokens] if alone else [tokens]:
             self.tokens += run
             self.count += len(run)
             said += self._before_stop(self._fresh())

@@ -146,6 +146,14 @@ def test_dropped_thinking_is_followed(tokenizer, write):
     assert "hm, one" not in fast.decode(document.tokens.tolist())
 
 
+def test_an_answer_that_is_said_again_with_its_thought_is_found_where_it_was_said(tokenizer, write):
+    said = "It is blue by day.\n</think>\n\nBlue."
+    talk = [("user", "Sky?"), ("assistant", said), ("user", "And the sea?"), ("assistant", said)]
+    fast = tokenizer(DROPS)
+    (document,) = documents(write([messages_of(talk)]), fast)
+    assert supervised(fast, document) == f"Blue.<|end|>{said}<|end|>"
+
+
 @pytest.mark.parametrize(
     "template, says",
     [(EMPTY, "empty in all 3"), (FULL, "full in all 3"), (USERS, "shifted: message 2 .assistant. is not all"), (HEADER_TOO, "header")],

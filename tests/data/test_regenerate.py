@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -276,6 +277,15 @@ def test_files_that_are_not_ours_stay_as_they_are(door: Any, questions: Path, tm
     with pytest.raises(UserError, match="busy is being written by another process"):
         door(f"out={tmp_path / 'busy'}")
     book.close()
+
+
+def test_where_nothing_can_be_locked_answers_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def without(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks here")
+
+    monkeypatch.setattr(regenerated.fcntl, "flock", without)
+    regenerated.JsonlWriter(tmp_path / "made.jsonl", {}, {}).close()
+    assert f"out={tmp_path / 'made.jsonl'} cannot be locked (no locks here)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

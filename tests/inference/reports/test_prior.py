@@ -67,6 +67,15 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     assert not (tmp_path / prior.NAME).exists()
 
 
+def test_texts_that_end_at_once_say_nothing_of_a_drafter(folder: Path) -> None:
+    """Else it would be known never to guess right."""
+    target = tiny_target()
+    target.model.generation_config.eos_token_id = [*range(target.shape.vocab_size)]
+    shares = prior.measure(target, make("eagle", target), [random_tokens(9, seed=0)])
+    prior.write(folder, shares)
+    assert shares == {} and prior.read(folder) == {}
+
+
 @torch.no_grad()
 @pytest.mark.slow
 def test_shares_are_those_that_decoding_finds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.sampling import SamplingParams
+from headstart.inference.decoding.target import Target
 from headstart.inference.proposers.ngram import Ngram
 from headstart.inference.reports.measure import Contender, make_report, make_reports
 from headstart.inference.reports.render import markdown, show, write_report
@@ -147,6 +148,19 @@ def test_its_rounds_make_its_figures() -> None:
         assert cold[0].probabilities == pytest.approx([float(p[t]) for p, t in zip(expected, said, strict=True)], abs=1e-4)
     used = {t for text in report.texts for r in text.rounds for t in (*r.tokens, *r.guesses)}
     assert used <= report.spelling.keys() and all(report.spelling[t] == tokenizer().decode([t]) for t in used)
+
+
+def test_texts_up_to_the_last_position_there_is() -> None:
+    """Of learned positions: one further has none."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    ends = dict(bos_token_id=None, eos_token_id=None)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=96, n_positions=64, n_embd=32, n_layer=2, n_head=2, **ends)).eval()
+    how: dict[str, Any] = dict(new_tokens=4, proposer=Ngram(), name="ngram")
+    report = make_report(
+        Target(model, name="gpt2"), None, [random_tokens(60, seed=0)], TreePolicy("chain", depth=3), SamplingParams(), **how
+    )
+    assert report.lossless and len(report.texts[0].tokens) == 4
 
 
 def test_both_paths_keep_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,7 @@ BAD: list[tuple[Any, int, str | None, str]] = [
     ({"prompt": [[5], "a\ud800"]}, 400, "prompt", "prompt[1]: the prompt is not Unicode"),
     ({"prompt": ["a", "b" * 90]}, 400, "prompt", "prompt[1]: its 90 tokens"),
     ({"prompt": ["a"] * 9, "n": 128}, 400, "prompt", "more than 1024 answers"),
+    ({"prompt": ["a"] * 1024 + [""]}, 400, "prompt", "1025 prompts and n, 1, are more than 1024 answers"),  # before one is read
     ({"prompt": [3, "a"]}, 400, "prompt", "token ids"),
     ({"prompt": ["a", None]}, 400, "prompt", "token ids"),
     ({"prompt": [True]}, 400, "prompt", "token ids"),
@@ -78,6 +79,7 @@ BAD: list[tuple[Any, int, str | None, str]] = [
     ({"stop": ["a"] * 65}, 400, "stop", "up to 64"),
     ({"stop": [""]}, 400, "stop", "1 to 256"),
     ({"stop": 3}, 400, "stop", "up to 64"),
+    ({"stop": 0}, 400, "stop", "up to 64"),
     ({"n": 0}, 400, "n", "1 to 128"),
     ({"n": 129}, 400, "n", "1 to 128"),
     ({"n": True}, 400, "n", "type int"),

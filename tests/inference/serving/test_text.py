@@ -54,6 +54,17 @@ def test_pieces_make_up_the_text_in_whole_characters(make: Callable[[], Any]) ->
     assert cut > 100, "no character was ever cut: this tested nothing"
 
 
+@pytest.mark.parametrize("letter", LETTERS)
+def test_rounds_that_all_end_within_a_character_lose_none(letter: list[int]) -> None:
+    """As of a drafter whose guesses are all accepted, in a text of one such letter after the other."""
+    speech, tokens = tokenizer(), letter * GARBAGE
+    for first in range(1, len(letter)):
+        for size in (len(letter), 3 * len(letter)):
+            cuts = [0, *range(first, len(tokens), size), len(tokens)]
+            pieces = pieces_of(Reader(speech), [tokens[a:b] for a, b in pairwise(cuts)])
+            assert "".join(pieces) == whole(speech, tokens)
+
+
 def test_bytes_that_are_no_text_come_out_as_the_tokenizer_writes_them() -> None:
     speech, dice = tokenizer(), random.Random(1)
     for _ in range(300):
