@@ -15,7 +15,7 @@ import sys
 from contextlib import closing
 from typing import Any
 
-from headstart.door import check_head, enter, loading
+from headstart.door import check_head, enter, load_torch, loading
 from headstart.door.arguments import command_of, examples
 from headstart.door.places import check_out, check_speculator
 from headstart.door.sweep import overrides
@@ -62,6 +62,7 @@ def taps_of(config: dict[str, Any], shape: Any) -> list[int]:
 def capture(config: dict[str, Any]) -> None:
     check_out(config["out"], url=True)
     loading(config, f" for {config['out']}")
+    load_torch()
     if capture_states(config):
         say_next(["data=shards", f"path={config['out']}", f"trainer.length={config['length']}"], "target", "head")
 
@@ -70,6 +71,7 @@ def regenerate(config: dict[str, Any]) -> None:
     check_speculator(config["speculator"])
     check_out(config["out"], file=True)
     loading(config, f" for {config['out']}")
+    load_torch()
     from headstart.data import regenerate
 
     regenerate.main(config)

@@ -106,6 +106,14 @@ def loading(config: Settings, more: str = "") -> None:
         print(f"loading {config['target']['name']} ({config['target']['path']}){more} ...", flush=True)
 
 
+def load_torch() -> None:
+    """Import what takes seconds. As nothing has begun, Ctrl-C ends the process with one line: within its imports torch would make another
+    error of it.
+    """
+    with one_line():
+        import headstart.heads.orders  # noqa: F401
+
+
 class _Many(NamedTuple):
     """A --multirun whose runs have been checked."""
 

@@ -17,7 +17,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from headstart.door import enter, loading
+from headstart.door import enter, load_torch, loading
 from headstart.door.arguments import command_of, examples
 from headstart.door.diagnose import diagnose
 from headstart.door.evaluate import check_evaluate, compare_evaluations, evaluate, name_the_file, suite_name
@@ -209,6 +209,7 @@ def main() -> None:
             config["out"] = str(own_folder(OWN_FOLDERS[command](config), config, command or "inference"))
         check_places(command, config)
         loading(config, "" if config["speculator"] is None else f" and {config['speculator']}")
+        load_torch()
         check_contents(config)
         doors = {"": report, "tune": tune, "diagnose": diagnose, "expect": expect, "evaluate": evaluate}
         door = doors.get(command) or importlib.import_module(f"headstart.inference.serving.{command}").main

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from headstart.door import check_head, compose_again, enter, loading
+from headstart.door import check_head, compose_again, enter, load_torch, loading
 from headstart.door.arguments import command_of, end, examples
 from headstart.door.idle import check_head_of_start, check_idle
 from headstart.door.launch import launch
@@ -56,6 +56,7 @@ def main(config: dict[str, Any]) -> None:
         if code := launch(command, processes):
             raise SystemExit(code)
         return
+    load_torch()
     from headstart.trainers.run import run  # here, so that what is wrong is said before torch is loaded
 
     check_contents(config)

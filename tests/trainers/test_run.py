@@ -310,6 +310,35 @@ def test_ctrl_c_before_or_after_the_training_is_one_line_too(monkeypatch, capsys
     assert ended.value.code == 130 and capsys.readouterr().err == "interrupted\n"
 
 
+INTERRUPTED = """
+import os, signal, sys, time
+
+class Interrupted:
+    def find_spec(self, name, path, target=None):
+        if name == "headstart.heads.orders":
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(10)
+            except KeyboardInterrupt:
+                raise ImportError("half of it is there") from None
+
+sys.meta_path.insert(0, Interrupted())
+import runpy
+runpy.run_module("headstart.door.DOOR", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("door", ["train", "data", "infer"])
+def test_ctrl_c_while_torch_is_imported_is_one_line_too(door, tmp_path):
+    """A library may make an error of its own of it."""
+    said = {"infer": [f"speculator={ROOT / 'assets' / 'tiny_eagle'}", f"prompts={tmp_path / 'prompts.jsonl'}"]}.get(door, [])
+    (tmp_path / "prompts.jsonl").write_text('{"text": "a"}\n')
+    code = INTERRUPTED.replace("DOOR", door)
+    command = [sys.executable, "-c", code, *said, f"out={tmp_path / 'run'}"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 130 and ended.stderr == "interrupted\n", ended.stderr
+
+
 @pytest.mark.slow
 def test_the_shipped_target_learns_from_the_standard_library(composed, tmp_path):
     """The defaults, shortened: `python train.py experiment=smoke`."""
