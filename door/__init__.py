@@ -5,4 +5,4 @@ from headstart.door.early import one_line
 with one_line():
     from headstart.door.frame import check_head, checked, compose_again, enter, load_torch, loading
 
-__all__ = ["check_head", "checked", "compose_again", "enter", "loading"]
+__all__ = ["check_head", "checked", "compose_again", "enter", "load_torch", "loading"]
