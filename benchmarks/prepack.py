@@ -12,7 +12,8 @@ step; in turn, of several rounds the fastest.
   ``ratio`` how many times as fast as torch's dense one the chosen is, ``over_best`` its time over the fastest of all.
 - ``attention``: rows over 512 kept ones, keys and values in the model's own dtype and in fp32; which of them is chosen.
 - ``passes``: milliseconds of a pass of so many rows with its arg-max: transformers' modules as they are, the same prepacked, as
-  heads/lean.py has them without heads/native.cpp (``scripts``), and with it: the doors to decoding take these (``lean``).
+  heads/lean.py has them without heads/native.cpp (``operations``; before, as TorchScript: ``scripts``), and with it: the doors to decoding
+  take these (``lean``).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from benchmarks.alternatives import RESULTS, console
 from benchmarks.tiny import open_tiny
 from headstart.heads import native, orders, prepack
 from headstart.heads.files import put_text
-from headstart.heads.frozen import Product, scripted
+from headstart.heads.frozen import Product
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
@@ -66,7 +67,7 @@ def fastest(calls: Calls, rounds: int) -> dict[str, float]:
     return found
 
 
-def ways(x_NH: Tensor, dense: list[Tensor], packed: dict[str, list[Tensor]], chosen: list[Callable[[Tensor], Tensor]]) -> Calls:
+def ways(x_NH: Tensor, dense: list[Tensor], packed: dict[str, list[Tensor]], chosen: Sequence[Callable[[Tensor], Tensor]]) -> Calls:
     """Of multiplying all these matrices, which are the same ones, by x."""
     turned, x_1NH = [matrix.t() for matrix in dense], x_NH[None]
     packs = {order: lambda some=some: [orders.packed_product(x_NH, each, None) for each in some] for order, some in packed.items()}
@@ -87,7 +88,7 @@ def products(size: tuple[int, int], dtype: torch.dtype, rows: Sequence[int], rou
     packed = {order: [pack(matrix) for matrix in dense] for order, pack in orders.packers(dense[0]).items()}
     for layer in layers:
         prepack.prepack(nn.Sequential(layer))
-    chosen = [scripted(Product(layer)).forward for layer in layers]
+    chosen = [Product(layer) for layer in layers]
     found: dict[int, dict[str, Any]] = {}
     for n in rows:
         few = copies if n < 100 else max(1, copies // 50)
@@ -149,8 +150,8 @@ def forms(opened: Callable[[], Target]) -> dict[str, Target]:
     packed = opened().prepack()
     packed.reader.lean = None
     with mock.patch.object(native, "library", return_value=None), mock.patch.object(orders, "TIMES", {}):
-        scripts = opened().prepack()
-    return {"modules": opened(), "prepacked": packed, "scripts": scripts, "lean": opened().prepack()}
+        operations = opened().prepack()
+    return {"modules": opened(), "prepacked": packed, "operations": operations, "lean": opened().prepack()}
 
 
 def main() -> None:

@@ -57,18 +57,12 @@ def assert_as_near(exact: Tensor, theirs: Tensor, ours: Tensor) -> None:
 MANY = 20
 
 
-# Without scripts as on Python 3.14: the same operations, one by one.
-@pytest.fixture(params=[True, pytest.param(False, marks=pytest.mark.slow)], ids=["scripts", "no scripts"])
-def scripts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frozen, "SCRIPTS", request.param)
-
-
 @pytest.fixture(params=ORDERS)
 def orders(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     faster(monkeypatch, request.param)
 
 
-@pytest.mark.usefixtures("scripts", "orders")
+@pytest.mark.usefixtures("orders")
 @pytest.mark.parametrize("shape", SHAPES)
 @torch.inference_mode()
 def test_a_lean_decoder_says_what_its_modules_say(shape: str) -> None:
@@ -83,9 +77,8 @@ def test_a_lean_decoder_says_what_its_modules_say(shape: str) -> None:
         torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.usefixtures("scripts")
 @torch.inference_mode()
-def test_in_half_precision_over_either_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_half_precision_over_either_memory() -> None:
     """As far from fp32 as the modules themselves, whether keys are kept in bf16 or in fp32."""
     target = tiny_target("llama")
     exact, half = states(target, MANY), Target(copy.deepcopy(target.model).bfloat16(), name="half")
@@ -164,16 +157,15 @@ def test_hooks_and_other_forwards_keep_it_from_being_lean() -> None:
     assert (reader := Backbone(target.body)) and reader.quicken() is None and reader.lean is None
 
 
-@pytest.mark.usefixtures("scripts")
 @pytest.mark.parametrize("rows", [1, 3, 2 * frozen.FEW // 64])
 def test_a_frozen_norm_of_few_numbers_and_of_many(rows: int) -> None:
     norm, x = nn.RMSNorm(64, 1e-5), torch.randn(1, rows, 64)
     norm.weight.data.normal_()
     exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight.double()
-    torch.testing.assert_close(frozen.scripted(frozen.Norm(norm))(x).double(), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(frozen.Norm(norm)(x).double(), exact, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.usefixtures("scripts", "orders")
+@pytest.mark.usefixtures("orders")
 @pytest.mark.parametrize("head_norm", [False, True])
 @pytest.mark.parametrize("input_norm", [False, True])
 @torch.inference_mode()
