@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks import adversary, faults
-from benchmarks.attacks import doors, folders, runs
+from benchmarks.attacks import doors, folders, killing, runs
 from benchmarks.attacks.outcome import TRACE, Called, Outcome, judged
 from benchmarks.attacks.world import World, build, equal, weights
 from headstart.data.index import open_file
@@ -162,7 +162,7 @@ def test_kills_cost_nothing_and_it_would_be_seen(world: World, tmp_path: Path, m
     assert (
         found["kills"] >= 3 and found["lost"] == 0 and found["bit_equal"] and sum(row["kills"] for row in found["rows"]) == found["kills"]
     )
-    monkeypatch.setattr(faults.Kind, "same", lambda *_: False)
+    monkeypatch.setattr(killing.Thing, "same", lambda *_: False)
     assert faults.main(["--kills", "1", "--out", str(out)]) == 1 and json.loads(out.read_text())["lost"]
 
 
@@ -173,20 +173,20 @@ def test_a_disk_that_is_full_for_one_of_two_processes(door: str, rank: int, worl
     """It says so in a line, all end, and with the same command both go on to what one process alone makes."""
     out = tmp_path / "out"
     words = world.run(out, "report=none") if door == "train" else world.shards(out)
-    ended = faults.started(door, words, tmp_path, 2, before={rank: partial(runs.refuse, 2, out)})
+    ended = killing.started(door, words, tmp_path, 2, before={rank: partial(runs.refuse, 2, out)})
     lines = [line for line in ended.said.splitlines() if line.startswith("error")]
-    assert TRACE not in ended.said and {*ended.codes} <= {*faults.ENDS}, ended
+    assert TRACE not in ended.said and {*ended.codes} <= {*killing.ENDS}, ended
     if door == "data":
         assert ended.codes[rank] == 2 and len(lines) == 1 and "No space left on device" in lines[0], ended
     elif rank:  # which writes nothing
         assert ended.codes == [0, 0] and not lines, ended
     else:
         assert ended.codes[0] == 2 and "No space left on device" in " ".join(ended.said.split()) and len(lines) == 1, ended
-    again = faults.started(door, words, tmp_path, 2)
-    assert again.codes == [0, 0] and not runs.left_over(out), again
+    again = killing.started(door, words, tmp_path, 2)
+    assert again.codes == [0, 0] and not killing.left_over(out), again
     if door == "data":
         files = [{path.name: path.read_bytes() for path in place.iterdir()} for place in (out, world.folder / "shards")]
         assert files[0] == files[1]
     else:
-        assert faults.started(door, world.run(tmp_path / "whole", "report=none"), tmp_path, 2).codes == [0, 0]
+        assert killing.started(door, world.run(tmp_path / "whole", "report=none"), tmp_path, 2).codes == [0, 0]
         assert equal(weights(out), weights(tmp_path / "whole"))

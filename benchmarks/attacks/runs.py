@@ -1,7 +1,4 @@
-"""Runs that are killed at any moment, and runs whose disk is full: in the end they have the weights of one that nothing disturbed.
-
-Doors are called in forks of this process, which has everything imported: a kill is a real one, and a run takes a second.
-"""
+"""Runs that are killed at any moment, and runs whose disk is full: in the end they have the weights of one that nothing disturbed."""
 
 from __future__ import annotations
 
@@ -13,172 +10,33 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-import traceback
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
+from benchmarks.attacks.killing import SIGNALS, Thing, killed, started, steps_of, thing
 from benchmarks.attacks.outcome import TRACE, Outcome
 from benchmarks.attacks.world import World, equal, weights
-from headstart.trainers import checkpoint
-from tests.doors import DOORS, ROOT
+from tests.doors import ROOT
 
-SIGNALS = (signal.SIGKILL, signal.SIGINT, signal.SIGTERM)
-PATIENCE = 300  # seconds for a run of one or two
-BY_SIGNAL = {-s for s in SIGNALS} | {130, 143, 137}  # exit codes of what was ended so
-
-
-class Ended(NamedTuple):
-    code: int
-    said: str
-    seconds: float
-
-
-def forked(
-    name: str, words: Sequence[str], folder: Path, kills: Sequence[tuple[float, int]] = (), before: Callable[[], None] | None = None
-) -> Ended:
-    """A door in a fork. ``kills``: after so many seconds that signal. ``before``: what is done in the fork first."""
-    read, write = os.pipe()
-    start, child = time.monotonic(), os.fork()
-    if not child:
-        os.close(read)
-        play(name, words, folder, write, before)
-    os.close(write)
-    parts: list[bytes] = []
-
-    def listen() -> None:
-        with open(read, "rb") as pipe:  # noqa: PTH123 - a handle
-            parts.extend(iter(lambda: pipe.read1(1 << 16), b""))
-
-    listener = threading.Thread(target=listen)
-    listener.start()
-    for after, number in (*kills, (PATIENCE, signal.SIGKILL)):
-        while time.monotonic() < start + after and not _over(child):
-            time.sleep(0.002)
-        if _over(child):
-            break
-        os.kill(child, number)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    listener.join()
-    return Ended(code, b"".join(parts).decode(errors="replace"), time.monotonic() - start)
-
-
-def _over(child: int) -> bool:
-    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
-def play(name: str, words: Sequence[str], folder: Path, write: int, before: Callable[[], None] | None) -> None:
-    """In the fork: what Python does around a door."""
-    code = 1
-    try:
-        signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # while this is no door yet
-        for stream in (1, 2):
-            os.dup2(write, stream)
-        sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
-        os.chdir(folder)
-        os.environ["HYDRA_FULL_ERROR"] = "1"
-        first, *command = name.split()
-        sys.argv = [first, *command, *words]
-        if before is not None:
-            before()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        DOORS[first]()
-        code = 0
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-# ---- kills ----
-
-
-def steps_of(out: Path) -> int:
-    """The newest checkpoint's, which no later run may fall behind."""
-    return max((checkpoint.step_of(folder) for folder in checkpoint.folders(out)), default=0)
-
-
-def left_over(out: Path) -> list[str]:
-    """What a run that has ended leaves to nobody's use."""
-    return [path.name for path in out.rglob(".*") if path.name.endswith((".part", ".old", ".tmp"))]
-
-
-class Thing(NamedTuple):
-    """Something that a door makes, piece by piece."""
-
-    name: str
-    door: str
-    words: Callable[[Path], list[str]]
-    whole: Path  # as it is where nothing disturbs
-    seconds: float
-
-    def same(self, out: Path) -> bool:
-        if out.is_file():
-            return out.read_bytes() == self.whole.read_bytes()
-        if self.door == "data":
-            return all((out / path.name).read_bytes() == path.read_bytes() for path in self.whole.iterdir())
-        speculator = [(place / "speculator" / "model.safetensors").read_bytes() for place in (out, self.whole)]
-        return equal(weights(out), weights(self.whole)) and speculator[0] == speculator[1]
-
-
-def thing(world: World, name: str) -> Thing:
-    """The run, the capture or the answers of the world, made once more to see how long it takes."""
-    door, words, whole = {
-        "train": ("train", world.run, world.folder / "run"),
-        "capture": ("data", world.shards, world.folder / "shards"),
-        "regenerate": ("data regenerate", world.answers, world.folder / "answers.jsonl"),
-    }[name]
-    out = world.folder / "timed"
-    ended = forked(door, words(out), world.folder)
-    assert ended.code == 0, ended.said
-    shutil.rmtree(out) if out.is_dir() else out.unlink()
-    return Thing(name, door, words, whole, ended.seconds)
-
-
-def killed(it: Thing, out: Path, dice: random.Random) -> Outcome:
-    """Once to three times, then left alone: what is there in the end is what would have been."""
-    said, how, newest = "", [], 0
-    for _ in range(dice.choice((1, 1, 2, 3))):
-        number = dice.choice(SIGNALS)
-        after = dice.uniform(0.02, 1.05) * it.seconds
-        again = [(after + dice.uniform(0, 0.1), signal.SIGINT)] if number == signal.SIGINT and dice.random() < 0.3 else []
-        how.append(f"{signal.Signals(number).name}{' twice' * bool(again)} after {after:.2f} s")
-        ended = forked(it.door, it.words(out), out.parent, [(after, number), *again])
-        said += f"\n--- {how[-1]}: {ended.code}\n{ended.said}"
-        name = f"{it.name}: {', '.join(how)}"
-        if TRACE in ended.said or ended.code not in {0, *BY_SIGNAL}:
-            return Outcome(name, "traceback", said)
-        if it.name == "train":
-            newest, before = steps_of(out), newest
-            if newest < before:
-                return Outcome(name, "lost", f"{said}\nfrom step {before} back to {newest}")
-    ended = forked(it.door, it.words(out), out.parent)
-    said += f"\n--- again: {ended.code}\n{ended.said}"
-    if TRACE in ended.said:
-        return Outcome(name, "traceback", said)
-    if newest and f"resuming after step {newest} " not in " ".join(ended.said.split()):
-        return Outcome(name, "lost", f"{said}\nit did not go on from step {newest}")
-    if ended.code or not it.same(out) or (out.is_dir() and left_over(out)):
-        return Outcome(name, "lost", f"{said}\n{left_over(out) if out.is_dir() else ''}")
-    return Outcome(name, "same")
+BY_SIGNAL = {-s for s in SIGNALS} | {130, 143, 137}  # exit codes of commands that were ended so
 
 
 def kills(world: World, count: int, seed: int) -> Generator[Outcome, None, None]:
     dice, known = random.Random(seed), dict[str, Thing]()
+    made = {
+        "train": ("train", world.run, world.folder / "run"),
+        "capture": ("data", world.shards, world.folder / "shards"),
+        "regenerate": ("data regenerate", world.answers, world.folder / "answers.jsonl"),
+    }
     for i in range(count):
         name = "train" if i % 3 != 2 else ("capture", "regenerate")[i // 3 % 2]
-        known[name] = known.get(name) or thing(world, name)
+        known[name] = known.get(name) or thing(world, name, *made[name])
         place = world.folder / f"killed-{i}"
         place.mkdir()
         try:
-            yield killed(known[name], place / "out", dice)
+            yield killed(known[name], place, dice)[1]
         finally:
             shutil.rmtree(place)
 
@@ -249,24 +107,24 @@ def full(world: World, count: int, seed: int) -> Iterator[Outcome]:
         else:
             after = dice.randrange(1, 60)
             name, before = f"full after {after} writes{', another disk' * bool(beside)}", partial(refuse, after, out)
-        ended = forked("train", [*world.run(out), *beside], place, before=before)
-        said = f"{ended.code}\n{ended.said}"
-        if TRACE in said or ended.code not in (0, 2):
+        ended = started("train", [*world.run(out), *beside], place, before={0: before})
+        code, said = ended.codes[0], f"{ended.codes[0]}\n{ended.said}"
+        if TRACE in said or code not in (0, 2):
             yield Outcome(name, "traceback", said)
             continue
         if beside:
             trained = [path for path in (out, spare / "out") if (path / "speculator" / "model.safetensors").is_file()]
-            safe = ended.code == 0 and trained and weights_or_speculator(trained, whole)
+            safe = code == 0 and trained and weights_or_speculator(trained, whole)
             if not safe:
                 yield Outcome(name, "lost", said)
                 continue
-        again = forked("train", [*world.run(out), *beside], place)
-        said += f"\n--- again: {again.code}\n{again.said}"
+        again = started("train", [*world.run(out), *beside], place)
+        said += f"\n--- again: {again.codes[0]}\n{again.said}"
         came = (
             "traceback"
             if TRACE in again.said
             else "same"
-            if again.code == 0 and weights_or_speculator([out, spare / "out"], whole)
+            if again.codes == [0] and weights_or_speculator([out, spare / "out"], whole)
             else "lost"
         )
         yield Outcome(name, came, said)
