@@ -8,7 +8,6 @@ All are decoded with the same tree, so that accepted lengths compare drafters, n
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -17,10 +16,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.frame import RESULTS, ROOT, keep, parser
 from headstart.heads.files import put_text
-
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 
 CHANGES = {
     "as shipped": ["head=eagle"],
@@ -61,7 +58,7 @@ def table(reports: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli = parser(__doc__)
     cli.add_argument("--quick", action="store_true", help="a few steps, to see that it runs; writes no results")
     cli.add_argument("--runs", type=Path, default=ROOT / "runs" / "ablations", help="where the run folders are kept")
     args = cli.parse_args()
@@ -70,7 +67,7 @@ def main() -> None:
     }
     text = table(reports)
     if not args.quick:
-        put_text(RESULTS / "ablations.json", json.dumps(reports, indent=1) + "\n")
+        keep(RESULTS / "ablations.json", reports)
         put_text(RESULTS / "ablations.md", text)
     print(text)
 

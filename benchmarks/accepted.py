@@ -29,7 +29,6 @@ across the border of two documents.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -45,7 +44,8 @@ from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.alternatives import RESULTS, ROOT, accepted_length, console, dynamic, jackknife, settings
+from benchmarks.alternatives import accepted_length, console, dynamic, jackknife, settings
+from benchmarks.frame import ROOT, keep, parser
 from benchmarks.tiny import held_out, open_tiny
 from benchmarks.train_step import put
 from headstart.data.batch import TargetBatch
@@ -181,7 +181,7 @@ def figures(rows: list[dict[str, Any]], default: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli = parser(__doc__, "train_step.json")
     cli.add_argument("--peer", required=True, metavar="PYTHON")
     cli.add_argument("--steps", type=int, default=None, help="of training; the default recipe's if not given")
     cli.add_argument("--rates", type=float, nargs="+", default=[4e-3, 8e-3, 16e-3], help="of headstart")
@@ -193,7 +193,6 @@ def main() -> None:
     cli.add_argument("--prompts", type=int, default=None, help="to decode; those of the report if not given")
     cli.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="that trains; decoding is on the CPU")
     cli.add_argument("--train", action="store_true", help="train only, all at once")
-    cli.add_argument("--out", type=Path, default=RESULTS / "train_step.json")
     args = cli.parse_args()
     torch.set_num_threads(1)
     conf = settings("config", *([] if args.steps is None else [f"trainer.steps={args.steps}"]))
@@ -239,7 +238,7 @@ def main() -> None:
         found["trained_on"] = (folder / TRAINED_ON).read_text()
         found |= judged(drafter, source, conf["loss"], batches, out / "losses.json")
         found |= decoded(drafter.prepack(), target, args.prompts) | provenance()
-        put_text(done, json.dumps(found, indent=1) + "\n")
+        keep(done, found)
         console.print(found)
         write()
     write()

@@ -11,7 +11,6 @@ kills, which are shares of how long a run takes here.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -35,11 +34,10 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from benchmarks.attacks import doors, folders, runs
 from benchmarks.attacks.outcome import BAD, Outcome, as_a_user
 from benchmarks.attacks.world import World, build
-from headstart.heads.files import put_text
+from benchmarks.frame import RESULTS, ROOT, keep, parser
 from headstart.inference.provenance import machine, provenance
-from tests.doors import ROOT
 
-RESULT = ROOT / "benchmarks" / "results" / "adversary.json"
+RESULT = RESULTS / "adversary.json"
 SEED = 0
 Section = Callable[[World], Iterator[Outcome]]
 
@@ -129,7 +127,7 @@ def counted(found: Sequence[tuple[str, Outcome]]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli = parser(__doc__)
     cli.add_argument("--quick", action="store_true", help="a few of each kind")
     cli.add_argument("--only", nargs="*", choices=list(sections(True)), help="these sections alone; writes nothing but where --out says")
     cli.add_argument("--jobs", type=int, default=2, help="processes")
@@ -159,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "device": f"{machine(torch.device('cpu')).rpartition(',')[0]}, {args.jobs} processes", **provenance(),
     }  # fmt: skip
     if out := args.out or (None if args.quick or args.only else RESULT):
-        put_text(out, json.dumps(made, indent=1) + "\n")
+        keep(out, made)
     print(json.dumps({key: made[key] for key in ("tried", "tracebacks", "silent", "lost", "seconds")}))
     return int(bool(made["failures"]))
 

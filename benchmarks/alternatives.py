@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -14,6 +13,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import track
 
+from benchmarks.frame import ROOT
 from headstart.heads.base import Drafter
 from headstart.inference.decoding.decode import Generation, generate
 from headstart.inference.decoding.decoder import generate_batch
@@ -22,8 +22,6 @@ from headstart.inference.decoding.propose import Proposer
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 Run = Callable[[Any], Generation]  # of a prompt, or of whatever else the benchmark hands to its alternatives
 console = Console()
 

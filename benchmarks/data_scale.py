@@ -17,10 +17,8 @@ import argparse
 import json
 import os
 import random
-import re
 import resource
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,13 +30,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.frame import alone, keep, parser, resident
 from headstart.data import reader
 from headstart.data.source import defaults, open_source
-from headstart.heads.files import put_text
 from headstart.inference.provenance import machine, provenance
 from headstart.inference.settings import read_target
 
-ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {"peak_bytes": 1.5e9, "second_start_seconds": 10.0}
 
 
@@ -53,13 +50,6 @@ def conversations(path: Path, count: int, seed: int = 0) -> None:
                 messages.append({"role": "user", "content": " ".join(dice.choices(words, k=dice.randint(4, 20)))})
                 messages.append({"role": "assistant", "content": " ".join(dice.choices(words, k=dice.randint(10, 90)))})
             file.write(json.dumps({"messages": messages}) + "\n")
-
-
-def peak() -> int:
-    """Bytes that were resident at most (Linux), in this process."""
-    found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
 
 
 def age() -> float:
@@ -82,7 +72,7 @@ def start(path: Path, cache: Path, args: argparse.Namespace) -> dict[str, Any]:
     tokens = sum(int(batch.tokens_BT.numel()) for batch in islice(batches, args.batches))
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return {
-        "seconds": seconds, "cpu_seconds": own, "peak_bytes": peak(), "workers_peak_bytes": children.ru_maxrss * 1024,
+        "seconds": seconds, "cpu_seconds": own, "peak_bytes": resident("VmHWM"), "workers_peak_bytes": children.ru_maxrss * 1024,
         "workers_cpu_seconds": children.ru_utime + children.ru_stime, "rows": len(rows), "read_tokens": tokens, "digest": source.digest(),
         "tokens": len(rows) * rows.length - rows.padding + rows.dropped + rows.unsupervised,
     }  # fmt: skip
@@ -95,29 +85,25 @@ def inside(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     given = {"name": "chat"} | defaults({"name": "chat"}) | {"path": str(path), "limit": args.in_memory}
     source = open_source(given, target, length=args.length, seed=0)
     assert source.packed is not None
-    return {"conversations": args.in_memory, "peak_bytes": peak(), "rows": len(source.packed), "digest": source.digest()}
+    return {"conversations": args.in_memory, "peak_bytes": resident("VmHWM"), "rows": len(source.packed), "digest": source.digest()}
 
 
 def process(what: str, path: Path, cache: Path) -> dict[str, Any]:
     """One of them, in a process of its own."""
-    done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--one", f"{what}:{path}:{cache}"], stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise SystemExit(f"{what} failed ({done.returncode}; -9: out of memory)")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = alone(__file__, f"{what}:{path}:{cache}")
     print(f"{what}: " + ", ".join(f"{key} {value:,.1f}" if isinstance(value, float) else f"{key} {value}" for key, value in found.items()))
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli = parser(__doc__, "data_scale.json")
     for name, value in dict(conversations=1_000_000, length=1024, rows=8, batches=2000, in_memory=20_000).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
-    parser.add_argument("--workers", type=int, help="processes that tokenise (default: one for every core)")
-    parser.add_argument("--target", default="assets/tiny")
-    parser.add_argument("--folder", type=Path, help="for the conversations and the cache (default: a temporary one)")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "data_scale.json")
-    parser.add_argument("--one", help=argparse.SUPPRESS)  # WHAT:FILE:CACHE, in a process of its own
-    args = parser.parse_args()
+        cli.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+    cli.add_argument("--workers", type=int, help="processes that tokenise (default: one for every core)")
+    cli.add_argument("--target", default="assets/tiny")
+    cli.add_argument("--folder", type=Path, help="for the conversations and the cache (default: a temporary one)")
+    cli.add_argument("--one", help=argparse.SUPPRESS)  # WHAT:FILE:CACHE, in a process of its own
+    args = cli.parse_args()
     if args.one:
         what, path, cache = args.one.split(":")
         print(json.dumps(inside(Path(path), args) if what == "in_memory" else start(Path(path), Path(cache), args)))
@@ -142,8 +128,7 @@ def main() -> None:
         found["in_memory"] = process("in_memory", path, cache)
     if args.folder is None:
         shutil.rmtree(folder)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    put_text(args.out, json.dumps(found | {"machine": machine(torch.device("cpu")), "provenance": provenance()}, indent=2) + "\n")
+    keep(args.out, found | {"machine": machine(torch.device("cpu")), "provenance": provenance()})
     for key, limit in LIMITS.items():
         print(f"{key} {found[key]:,.1f}, limit {limit:,.1f}: {'kept' if found[key] < limit else 'NOT KEPT'}")
 

@@ -51,9 +51,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import planted, tiny, versus
-from benchmarks.alternatives import RESULTS, ROOT, console
-from headstart.heads.files import put_text
-from headstart.inference.provenance import machine, provenance
+from benchmarks.alternatives import console
+from benchmarks.frame import RESULTS, ROOT, keep, origin, parser
 from headstart.inference.speculator import open_speculator
 
 VERSUS = ["plain_tiny_over_vllm", "drafted_tiny_over_vllm", "plain_pair_over_vllm", "drafted_pair_over_vllm", "plain_tiny_over_generate",
@@ -93,7 +92,7 @@ def missing(args: argparse.Namespace) -> dict[str, str]:
 
 
 def main() -> None:
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli = parser(__doc__)
     cli.add_argument("--quick", action="store_true", help="fewer prompts")
     cli.add_argument("--only", nargs="+", choices=PARTS, default=[*PARTS], metavar="PART", help=f"of {', '.join(PARTS)}")
     cli.add_argument("--vllm", metavar="PYTHON", help="the Python of an environment with vLLM's CPU build")
@@ -109,7 +108,7 @@ def main() -> None:
     logging.disable_progress_bar()
     said = {"--quick": args.quick, "--vllm PYTHON": args.vllm, f"--only {' '.join(args.only)}": set(args.only) != set(PARTS)}
     command = " ".join(["python benchmarks/decode.py", *(word for word, given in said.items() if given)])
-    here = provenance() | {"machine": machine(torch.device("cpu")), "command": command, "quick": args.quick}
+    here = origin(command) | {"quick": args.quick}
     result: dict[str, Any] = {key: None for keys in PARTS.values() for key in keys}
     if args.out.is_file() and set(args.only) != set(PARTS):
         result |= json.loads(args.out.read_text())
@@ -124,8 +123,7 @@ def main() -> None:
         for found in {"planted": of_planted, "tiny": of_tiny, "many": of_many, "versus": of_versus}[part](args):
             measured = result.get("parts", {}) | {part: here | {"seconds": time.perf_counter() - began}}
             result |= found | {"parts": measured}
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            put_text(args.out, json.dumps(result, indent=1) + "\n")
+            keep(args.out, result)
         console.print({key: result[key] for key in PARTS[part]})
     console.print(f"{args.out}")
 

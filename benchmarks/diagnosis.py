@@ -9,8 +9,6 @@ vocabularies, others that were trained for seconds or not at all, and on another
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,11 +18,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import causes
-from benchmarks.alternatives import ROOT
 from benchmarks.exactness import untrained
+from benchmarks.frame import RESULTS, ROOT, keep, parser
 from benchmarks.truth import random_target
 from headstart.heads import hub
-from headstart.heads.files import put_text
 from headstart.inference.decoding.target import Target
 from headstart.inference.provenance import provenance
 from headstart.inference.speculator import load_attached
@@ -80,8 +77,8 @@ def planted(case: Case) -> Iterator[tuple[str, list[Finding]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args()
+    cli = parser(__doc__)
+    cli.parse_args()
     case = base(Target.load(str(ROOT / "assets" / "tiny"), dtype="float32", device="cpu"))
     rows: list[dict[str, Any]] = []
     for key, found in planted(case):
@@ -101,7 +98,7 @@ def main() -> None:
         "cases": rows + calm,
         **provenance(),
     }
-    put_text(ROOT / "benchmarks" / "results" / "diagnosis.json", json.dumps(kept, indent=1) + "\n")
+    keep(RESULTS / "diagnosis.json", kept)
     print({k: kept[k] for k in ("planted", "named", "healthy", "false_alarms")})
 
 

@@ -19,7 +19,6 @@ Writes benchmarks/results/drafters.json (drafters_quick.json), the comparison's 
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import subprocess
@@ -35,12 +34,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.alternatives import RESULTS, ROOT, Run, console, dynamic, over, settings, turns
+from benchmarks.alternatives import Run, console, dynamic, over, settings, turns
+from benchmarks.frame import RESULTS, ROOT, keep, origin, parser
 from benchmarks.tiny import held_out, open_tiny
 from headstart.heads.files import put_text
 from headstart.inference.decoding.policy import fit_depth
 from headstart.inference.decoding.propose import Drafting
-from headstart.inference.provenance import machine, provenance
 from headstart.inference.settings import open_decode
 from headstart.inference.speculator import open_speculator
 
@@ -101,15 +100,13 @@ def worst(found: dict[str, dict[str, float]]) -> dict[str, Any]:
 
 def again(run: Path, path: Path, prompts: int) -> None:
     """The table and the speed-ups of a finished run into the results that there are."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     kept: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     kept = {k: v for k, v in kept.items() if k == "commit" or k not in TOLD}  # what was said of drafters that are replaced here
     names = sorted(folder.name for folder in run.iterdir() if (folder / "speculator").is_dir())
     compared: dict[str, Any] = json.loads((run / "comparison.json").read_text())
     kept |= {"drafters": compared["arms"], "failed": compared["failed"], "drafters_of": {k: compared[k] for k in TOLD if k in compared}}
-    command = f"python benchmarks/drafters.py --speedups RUN --prompts {prompts}"
-    about = {"command": command, "machine": machine(torch.device("cpu")), **provenance()}
-    put_text(path, json.dumps(kept | worst(speedups(run, names, prompts, 3)) | {"speedups_of": about}, indent=1) + "\n")
+    about = origin(f"python benchmarks/drafters.py --speedups RUN --prompts {prompts}")
+    keep(path, kept | worst(speedups(run, names, prompts, 3)) | {"speedups_of": about})
     show(run, path.with_suffix(""))
     console.print(f"{path}: speed-ups of {', '.join(names)}")
 
@@ -121,7 +118,7 @@ def show(run: Path, to: Path) -> None:
 
 
 def main() -> None:
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli = parser(__doc__)
     cli.add_argument("--quick", action="store_true", help="four drafters in ten minutes on two cores")
     cli.add_argument("--runs", type=Path, default=None, help="keep the run folders here (a second call goes on in them)")
     cli.add_argument("--speedups", type=Path, metavar="RUN", help="of this finished run the speed-ups alone; what the results hold stays")
@@ -135,14 +132,13 @@ def main() -> None:
     if args.speedups is not None:
         return again(args.speedups, results / f"{name}.json", args.prompts or 8)
     began = time.perf_counter()
-    result: dict[str, Any] = {"quick": args.quick, "drafters": [], **provenance(), "machine": machine(torch.device("cpu"))}
-    result["command"] = "python benchmarks/drafters.py" + (" --quick" if args.quick else "")
+    result: dict[str, Any] = {"quick": args.quick, "drafters": []}
+    result |= origin("python benchmarks/drafters.py" + (" --quick" if args.quick else ""))
 
     def done(part: dict[str, Any]) -> None:
         result.update(part)
         result["seconds"] = time.perf_counter() - began
-        results.mkdir(parents=True, exist_ok=True)
-        put_text(results / f"{name}.json", json.dumps(result, indent=1) + "\n")
+        keep(results / f"{name}.json", result)
 
     prompts = [] if args.prompts is None else [f"decode.prompts={args.prompts}"]
     made = train(runs / experiment, f"experiment={experiment}", "decode=auto", *prompts)

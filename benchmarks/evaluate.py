@@ -9,7 +9,6 @@ all prompts and by category, what the kill has cost, and what Spec-Bench's evalu
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import signal
@@ -21,9 +20,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.frame import RESULTS, ROOT, keep, parser
 from headstart.heads.files import put_text
 
-ROOT = Path(__file__).resolve().parents[1]
 KEPT = ("name", "temperature", "sequences", "category", "prompts", "answers", "accepted_length", "tokens_per_second", "speedup",
         "intervals", "repetition")  # fmt: skip
 # Its command line means three runs of its authors by now: the function behind it is called, which an earlier one called as well.
@@ -58,7 +57,7 @@ def by_their_script(script: Path, out: Path, side: str, temperature: str) -> dic
 
 
 def main() -> None:
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli = parser(__doc__)
     cli.add_argument("--suite", type=Path, required=True, help="Spec-Bench's question.jsonl")
     cli.add_argument("--spec-bench", type=Path, required=True, help="a checkout of Spec-Bench: its evaluation/speed.py is run")
     cli.add_argument("--new-tokens", type=int, default=24)
@@ -86,7 +85,7 @@ def main() -> None:
         "rows": [{key: row[key] for key in KEPT if key in row} for row in made["rows"]],
         "by_spec_bench": {f"{side}-T{t}": by_their_script(script, out, side, t) for side in sides for t in "01"},
     }  # fmt: skip
-    put_text(ROOT / "benchmarks" / "results" / "evaluate.json", json.dumps(result, indent=2) + "\n")
+    keep(RESULTS / "evaluate.json", result)
     print(json.dumps(result["by_spec_bench"], indent=2))
 
 

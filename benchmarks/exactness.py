@@ -12,7 +12,6 @@ Writes benchmarks/results/exactness.json, case by case. No timings: it may run b
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections import Counter
@@ -27,12 +26,12 @@ from rich.progress import track
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.alternatives import ROOT, accepted_length, console, settings
+from benchmarks.alternatives import accepted_length, console, settings
+from benchmarks.frame import ROOT, keep, parser
 from benchmarks.pair import first_layers
 from headstart.data.prompts import read
 from headstart.heads import hub
 from headstart.heads.base import Drafter
-from headstart.heads.files import put_text
 from headstart.inference.decoding.auto import WORTH
 from headstart.inference.decoding.decode import Generation, generate
 from headstart.inference.decoding.decoder import generate_batch
@@ -207,7 +206,7 @@ def sampled(target: Target, drafter: Drafter, prompts: Prompts, samples: int) ->
 
 
 def main() -> None:
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli = parser(__doc__, "exactness.json")
     cli.add_argument("--target", choices=("tiny", "second"), default="tiny")
     cli.add_argument("--speculator", type=Path, default=ROOT / "assets" / "tiny_eagle", help="a drafter trained for the tiny target")
     cli.add_argument("--second-target", type=Path, default=ROOT.parent / "shared" / "targets" / "stories260K")
@@ -216,7 +215,6 @@ def main() -> None:
     cli.add_argument("--new-tokens", type=int, default=16)
     cli.add_argument("--samples", type=int, default=400, help="of each of four prompts at temperature 1")
     cli.add_argument("--threads", type=int, default=1)
-    cli.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "exactness.json")
     args = cli.parse_args()
     torch.set_num_threads(args.threads)
     choice = "target=tiny" if args.target == "tiny" else "target=folder"
@@ -229,7 +227,7 @@ def main() -> None:
     def done(part: dict[str, Any]) -> None:
         made.update(part)
         every = json.loads(args.out.read_text()) if args.out.is_file() else {}
-        put_text(args.out, json.dumps(every | {args.target: made}, indent=1) + "\n")
+        keep(args.out, every | {args.target: made})
 
     for case, counted in compare(target, trained, asked, args.new_tokens, args.target):
         cases = made["cases"] | {case: counted}

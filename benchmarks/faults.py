@@ -13,7 +13,6 @@ process, which has everything imported: the kills are real.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -38,11 +37,9 @@ import torch
 from benchmarks.attacks.killing import Thing, killed, thing
 from benchmarks.attacks.outcome import BAD
 from benchmarks.attacks.world import World, build
-from headstart.heads.files import put_text
+from benchmarks.frame import keep, parser
 from headstart.inference.provenance import machine, provenance
-from tests.doors import ROOT
 
-RESULT = ROOT / "benchmarks" / "results" / "faults.json"
 SEED = 0
 
 
@@ -65,13 +62,12 @@ def counted(rows: list[dict[str, Any]], failures: list[dict[str, str]]) -> dict[
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli = parser(__doc__, "faults.json")
     cli.add_argument("--kills", type=int, default=50)
     cli.add_argument(
         "--with", dest="several", nargs="+", default=["", "parallel=zero1", "parallel=fsdp"], help="words of a training's command line"
     )
     cli.add_argument("--seed", type=int, default=SEED)
-    cli.add_argument("--out", type=Path, default=RESULT)
     args = cli.parse_args(arguments)
     began, dice = time.monotonic(), random.Random(args.seed)
     rows, made = dict[str, dict[str, Any]](), dict[str, Any]()
@@ -94,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             shutil.rmtree(place)
             print(f"{it.name}: {kills} kills, {'LOST' + wrong[-2000:] if wrong else 'the same'}", flush=True)
             made = counted(list(rows.values()), failures) | about | {"seconds": round(time.monotonic() - began)}
-            put_text(args.out, json.dumps(made, indent=1) + "\n")  # each time: what was tried until it is ended itself counts
+            keep(args.out, made)  # each time: what was tried until it is ended itself counts
     print(json.dumps({key: made[key] for key in ("kills", "runs", "lost", "bit_equal", "seconds")}))
     return int(bool(failures))
 

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -17,17 +16,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from headstart.heads.files import put_text
-from headstart.inference.provenance import machine, provenance
+from benchmarks.frame import ROOT, keep, origin, parser
 from headstart.trainers import checkpoint
 from headstart.trainers.metrics import read_metrics
-
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "gate.json"
 
 
 def costs(run: Path) -> dict[str, Any]:
@@ -42,17 +35,15 @@ def costs(run: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli = parser(__doc__, "gate.json")
     cli.add_argument("words", nargs="*", help="words of `python train.py`")
-    cli.add_argument("--out", type=Path, default=RESULTS)
     args = cli.parse_args()
     with tempfile.TemporaryDirectory(prefix="gate-") as folder:
         run = Path(folder) / "run"
         command = [sys.executable, str(ROOT / "train.py"), *args.words, "report=none", "tracker=none", f"out={run}"]
         subprocess.run(command, check=True)
         made = costs(run)
-    about = {"command": " ".join(["python", "benchmarks/gate.py", *args.words]), "machine": machine(torch.device("cpu")), **provenance()}
-    put_text(args.out, json.dumps(made | about, indent=1) + "\n")
+    keep(args.out, made | origin(" ".join(["python", "benchmarks/gate.py", *args.words])))
     print(
         f"{made['decodings']} decodings in {made['gate_seconds']:.1f} s, {made['share']:.1%} of {made['train_seconds']:.0f} s of training"
     )

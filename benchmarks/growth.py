@@ -15,8 +15,6 @@ processor. Steps of different lengths have one row each; several arms are traine
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -27,13 +25,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.frame import keep, origin, parser
 from benchmarks.plan_memory import Arm, arm_of, random_target, step
-from headstart.heads.files import put_text
 from headstart.inference.decoding.target import Target
-from headstart.inference.provenance import machine, provenance
 from headstart.inference.reports.pictures import COLD, INK, PLAIN, WARM, bare, figure_of
 
-RESULTS = Path(__file__).resolve().parent / "results" / "growth.json"
 CONFIG = dict(
     model_type="llama", hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
     vocab_size=4000, max_position_embeddings=16384,
@@ -96,12 +92,11 @@ def picture(made: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli = parser(__doc__, "growth.json")
     cli.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
     cli.add_argument("--arms", type=int, nargs="+", default=[1, 2, 4, 8])
     cli.add_argument("--tokens", type=int, default=512, help="of the row that several arms are trained on")
     cli.add_argument("--turns", type=int, default=3)
-    cli.add_argument("--out", type=Path, default=RESULTS)
     args = cli.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -111,9 +106,8 @@ def main() -> None:
     made |= by_arms(fastest(target, {count: (arms[:count], args.tokens) for count in args.arms}, args.turns), args.tokens)
     for row in (*made["lengths"], *made["arms"]):
         print(" ".join(f"{key} {value:,.5g}" for key, value in row.items()))
-    about = {"target": CONFIG, "turns": args.turns, "tokens": args.tokens, "command": " ".join(["python", *sys.argv])}
-    about |= {"machine": machine(torch.device("cpu")), **provenance()}
-    put_text(args.out, json.dumps(made | about, indent=1) + "\n")
+    about = {"target": CONFIG, "turns": args.turns, "tokens": args.tokens}
+    keep(args.out, made | about | origin(" ".join(["python", *sys.argv])))
     picture(made).savefig(args.out.with_suffix(".png"))
     print(f"{args.out}: attention {made['attention_share']:.0%} of the longest step; arms {made['off_line']:.1%} off a line")
 

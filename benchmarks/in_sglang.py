@@ -21,7 +21,6 @@ that change nothing. Ends with status 1 where any is unfilled, or where logits d
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
@@ -37,6 +36,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.frame import ROOT, keep, parser
 from benchmarks.sglang_side import Attention, Sglang
 from headstart.heads import hub
 from headstart.heads.base import Drafter, Roots
@@ -47,8 +47,6 @@ from headstart.inference.decoding.target import Target
 from headstart.inference.provenance import provenance
 from headstart.inference.speculator import load_attached
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "in_sglang.json"
 TOKENS, DEPTH, WITHIN = 96, 5, 1e-5
 ROOTS = (TOKENS - 9, TOKENS // 2, 7, 0)
 OLD = {"fc_norm": False, "norm_output": False}
@@ -158,8 +156,7 @@ def compare(sglang: Sglang, name: str, served: Path, folder: Path) -> dict[str, 
 
 
 def main() -> None:
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--out", type=Path, default=RESULTS)
+    cli = parser(__doc__, "in_sglang.json")
     args = cli.parse_args()
     console, table = Console(), Table(title="our folders in SGLang's model classes", title_justify="left")
     for column in ("", "unfilled", "unread", "logits", "largest", "off by"):
@@ -175,9 +172,7 @@ def main() -> None:
         table.add_row(name, *(str(len(e[key])) for key in ("unfilled", "unread")), *numbers)
     console.print(table)
     versions = {"sglang": sglang.version} | provenance()
-    put_text(
-        args.out, json.dumps({"command": "PYTHONPATH=DIR python benchmarks/in_sglang.py"} | versions | {"kinds": found}, indent=1) + "\n"
-    )
+    keep(args.out, {"command": "PYTHONPATH=DIR python benchmarks/in_sglang.py"} | versions | {"kinds": found})
     if wrong:
         sys.exit(f"not completely loaded, or other logits: {', '.join(wrong)}")
 

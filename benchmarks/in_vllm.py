@@ -13,7 +13,6 @@ accepted length is a little higher; the passes are the same.)
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -25,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.frame import RESULTS, keep, parser
 from benchmarks.vllm_side import Vllm
 from headstart.data.source import open_source
-from headstart.heads.files import put_text
 from headstart.heads.serving import serving
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.policy import TreePolicy
@@ -35,8 +34,6 @@ from headstart.inference.decoding.propose import Drafting
 from headstart.inference.provenance import provenance
 from headstart.inference.settings import open_decode, open_target
 from headstart.inference.speculator import open_speculator
-
-RESULTS = Path(__file__).resolve().parent / "results" / "in_vllm.json"
 
 
 def ask(vllm: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -101,12 +98,12 @@ def row(name: str, entry: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli = parser(__doc__)
     cli.add_argument("runs", type=Path, nargs="+", metavar="RUN")
     cli.add_argument("--vllm", required=True, help="the Python of an environment with vLLM")
     cli.add_argument("--prompts", type=int, help="as many as the run's own report, if not given")
     cli.add_argument("--new-tokens", type=int, help="likewise")
-    cli.add_argument("--out", type=Path, default=RESULTS, help="entries of other heads in it stay")
+    cli.add_argument("--out", type=Path, default=RESULTS / "in_vllm.json", help="entries of other heads in it stay")
     args = cli.parse_args()
     console, table, wrong = Console(), Table(title="the same chains in vLLM and here", title_justify="left"), []
     for column in ("", "method", "guesses", "passes in vLLM", "here", "same tokens"):
@@ -123,7 +120,7 @@ def main() -> None:
         same = entry["prompts_with_the_same_tokens"] == entry["prompts"] and entry["target_passes_in_vllm"] == entry["target_passes_here"]
         wrong += [] if same else [run.name]
         known = json.loads(args.out.read_text()) if args.out.is_file() else {}
-        put_text(args.out, json.dumps(known | {name: entry}, indent=1) + "\n")
+        keep(args.out, known | {name: entry})
     console.print(table)
     if wrong:
         sys.exit(f"failed, or other tokens or passes: {', '.join(wrong)}")

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -27,15 +25,14 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.frame import ROOT, alone, keep, parser, resident
 from headstart.data.batch import TargetBatch
 from headstart.heads import hub
 from headstart.heads.base import Drafter, TargetEnds, TargetShape
-from headstart.heads.files import put_text
 from headstart.heads.unroll import unroll
 from headstart.inference.provenance import machine, provenance
 from headstart.trainers.losses import fused_loss
 
-ROOT = Path(__file__).resolve().parents[1]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -78,11 +75,6 @@ def random_batch(drafter: Drafter, tokens: int, dtype: torch.dtype) -> TargetBat
     return TargetBatch(x, torch.ones_like(x, dtype=torch.bool), torch.arange(tokens)[None], torch.zeros_like(x), states, final)
 
 
-def rss() -> int:
-    """Resident bytes now (Linux)."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def one(variant: str, args: argparse.Namespace, dtype: torch.dtype) -> dict[str, float]:
     """Measure in this process."""
     torch.manual_seed(0)
@@ -104,7 +96,7 @@ def one(variant: str, args: argparse.Namespace, dtype: torch.dtype) -> dict[str,
 
     step(random_batch(drafter, 2 * args.depth, dtype))  # loads what the first call loads
     batch = random_batch(drafter, args.tokens, dtype)
-    before, start = rss(), time.perf_counter()
+    before, start = resident("VmRSS"), time.perf_counter()
     loss = step(batch)
     seconds = time.perf_counter() - start
     return {"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before, "step_seconds": seconds, "loss": loss}
@@ -113,15 +105,14 @@ def one(variant: str, args: argparse.Namespace, dtype: torch.dtype) -> dict[str,
 def main() -> None:
     conf: Any = OmegaConf.load(ROOT / "conf" / "config.yaml")
     head = next(d["head"] for d in conf.defaults if "head" in d)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--head", default=head, help="a name of conf/head")
+    cli = parser(__doc__, "loss_memory.json")
+    cli.add_argument("--head", default=head, help="a name of conf/head")
     for name, value in dict(vocab=128_256, tokens=1024, depth=7, hidden=256, chunk=conf.loss.chunk).items():
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--decay", type=float, default=conf.loss.decay)
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "loss_memory.json")
-    parser.add_argument("--one", help=argparse.SUPPRESS)  # VARIANT:DTYPE, in a process of its own
-    args = parser.parse_args()
+        cli.add_argument(f"--{name}", type=int, default=value)
+    cli.add_argument("--decay", type=float, default=conf.loss.decay)
+    cli.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    cli.add_argument("--one", help=argparse.SUPPRESS)  # VARIANT:DTYPE, in a process of its own
+    args = cli.parse_args()
     if args.one:
         variant, dtype = args.one.split(":")
         print(json.dumps(one(variant, args, DTYPES[dtype])))
@@ -129,21 +120,14 @@ def main() -> None:
     settings = {k: getattr(args, k) for k in ("head", "vocab", "tokens", "depth", "hidden", "chunk", "decay")}
     results: dict[str, Any] = {"command": " ".join(["python", "benchmarks/loss_memory.py", *sys.argv[1:]]), "settings": settings}
     for dtype in args.dtypes:
-        figures = {}
-        for variant in ("naive", "fused"):
-            command = [sys.executable, __file__, *sys.argv[1:], "--one", f"{variant}:{dtype}"]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-            if done.returncode:
-                raise SystemExit(f"{variant} {dtype} failed ({done.returncode}; -9: out of memory):\n{done.stderr}")
-            figures[variant] = json.loads(done.stdout)
+        figures = {variant: alone(__file__, f"{variant}:{dtype}") for variant in ("naive", "fused")}
         a, b = figures["naive"], figures["fused"]
         ratios = {"peak_ratio": b["peak_bytes"] / a["peak_bytes"], "seconds_ratio": b["step_seconds"] / a["step_seconds"]}
         results[dtype] = {**figures, **ratios}
         print(f"{dtype}: naive {a['peak_bytes'] / 1e9:.2f} GB, fused {b['peak_bytes'] / 1e9:.2f} GB: {ratios['peak_ratio']:.3f} of it; "
               f"step time {ratios['seconds_ratio']:.2f} of it; loss {a['loss']:.6g} and {b['loss']:.6g}")  # fmt: skip
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     about = {"machine": machine(torch.device("cpu")), "provenance": provenance()}
-    put_text(args.out, json.dumps(results | about, indent=2) + "\n")
+    keep(args.out, results | about)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.alternatives import RESULTS, ROOT, for_run
+from benchmarks.alternatives import for_run
+from benchmarks.frame import ROOT, keep, parser
 
 HEADS = {"eagle": [], "dflash": ["head.layers=2", "head.block=8"], "draft_lm": []}
 WAYS = ("ddp", "zero1", "fsdp", "deepspeed")
@@ -110,12 +111,11 @@ def compare(folder: Path, case: tuple[str, str, str, int]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, nargs="+", default=[2, 4], help="of the cases")
-    parser.add_argument("--ways", choices=WAYS, nargs="+", default=WAYS, help="values of parallel=")
-    parser.add_argument("--out", type=Path, default=RESULTS / "parallel.json")
-    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    cli = parser(__doc__, "parallel.json")
+    cli.add_argument("--processes", type=int, nargs="+", default=[2, 4], help="of the cases")
+    cli.add_argument("--ways", choices=WAYS, nargs="+", default=WAYS, help="values of parallel=")
+    cli.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    args = cli.parse_args()
     if args.work:
         return work(args.work, json.loads((args.work / "cases.json").read_text()))
     from headstart.inference.provenance import provenance
@@ -134,7 +134,7 @@ def main() -> None:
                     if cases := [c for c in every if c[3] == n and c[1] in group and c[2] == target]:
                         run(folder, cases)
         rows = [compare(folder, case) for case in every]
-    args.out.write_text(json.dumps(provenance() | {"command": "python benchmarks/parallel.py", "bounds": BOUNDS, "rows": rows}, indent=1))
+    keep(args.out, provenance() | {"command": "python benchmarks/parallel.py", "bounds": BOUNDS, "rows": rows})
     for row in rows:
         print({k: f"{v:.1e}" if isinstance(v, float) else v for k, v in row.items()})
     raise SystemExit(any(row[k] > bound for row in rows for k, bound in BOUNDS.items()))

@@ -10,7 +10,6 @@ it, less what it held before the first step, when the weights of both are there:
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -25,18 +24,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.frame import keep, origin, parser
 from headstart.data.batch import TokenBatch
 from headstart.data.live import look
 from headstart.heads import hub
 from headstart.heads.base import Drafter
-from headstart.heads.files import put_text
 from headstart.inference.decoding.target import Target
-from headstart.inference.provenance import machine, provenance
 from headstart.trainers.learner import Learner
 from headstart.trainers.optimizer import open_optimizers
 from headstart.trainers.plan import plan
 
-RESULTS = Path(__file__).resolve().parent / "results" / "plan_memory.json"
 VOCABULARY = 16000
 PARTS = ("gradients", "moments", "states of the target", "activations")
 CONFIG = dict(
@@ -123,8 +120,7 @@ def step(target: Target, arms: Sequence[Arm], tokens_BT: torch.Tensor, half: boo
 
 
 def main() -> None:
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--out", type=Path, default=RESULTS)
+    cli = parser(__doc__, "plan_memory.json")
     args = cli.parse_args()
     rows = list[dict[str, Any]]()
     for name, case in CASES.items():
@@ -134,8 +130,7 @@ def main() -> None:
         rows.append({"case": name, "planned": said, "measured": measured, "planned_over_measured": total / measured})
         print(f"{name:22s} planned {total / 1e6:6.0f} MB, measured {measured / 1e6:6.0f} MB: {total / measured:.2f}", flush=True)
     worst = max(abs(row["planned_over_measured"] - 1) for row in rows)
-    about = {"command": "python benchmarks/plan_memory.py", "machine": machine(torch.device("cpu")), **provenance()}
-    put_text(args.out, json.dumps({"worst": worst, "rows": rows, **about}, indent=1) + "\n")
+    keep(args.out, {"worst": worst, "rows": rows, **origin("python benchmarks/plan_memory.py")})
     print(f"{args.out}: at most {worst:.0%} apart")
 
 

@@ -18,8 +18,6 @@ step; in turn, of several rounds the fastest.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -35,15 +33,14 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import planted
-from benchmarks.alternatives import RESULTS, console
+from benchmarks.alternatives import console
+from benchmarks.frame import keep, origin, parser
 from benchmarks.tiny import open_tiny
 from headstart.heads import native, orders, prepack
-from headstart.heads.files import put_text
 from headstart.heads.frozen import Product
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
-from headstart.inference.provenance import machine, provenance
 
 MATRICES = {  # [V, H]
     "tiny: mlp": (448, 160), "tiny: head": (4096, 160), "128M: attention": (768, 768), "128M: mlp": (1792, 768),
@@ -155,20 +152,19 @@ def forms(opened: Callable[[], Target]) -> dict[str, Target]:
 
 
 def main() -> None:
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli = parser(__doc__, "prepack.json")
     cli.add_argument("--quick", action="store_true", help="the smallest matrices alone, to see that it runs")
-    cli.add_argument("--out", type=Path, default=RESULTS / "prepack.json")
     cli.add_argument("--threads", type=int, default=2)
     args = cli.parse_args()
     torch.set_num_threads(args.threads)
     command = "python benchmarks/prepack.py" + (" --quick" if args.quick else "")
-    result: dict[str, Any] = {"command": command, "machine": machine(torch.device("cpu")), **provenance()}
+    result = origin(command)
     rounds, rows = (1, ROWS[:2]) if args.quick else (5, ROWS)
     some = dict(list(MATRICES.items())[:2]) if args.quick else MATRICES
 
     def done(part: dict[str, Any]) -> None:
         result.update(part)
-        put_text(args.out, json.dumps(result, indent=1) + "\n")
+        keep(args.out, result)
 
     shown = Table("matrix", "dtype", *(f"{n} rows" for n in rows), title="torch's over the chosen, what is chosen, chosen over the best")
     measured: dict[str, Any] = {}

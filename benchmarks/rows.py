@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -14,10 +13,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.frame import RESULTS, parser
 from benchmarks.gpu import Bench
 from headstart.inference.provenance import machine, provenance
 
-ROOT = Path(__file__).resolve().parents[1]
 Row = tuple[str, Callable[[], dict[str, Any]]]
 Part = tuple[int, Callable[[Bench], Iterator[Row]]]  # seconds at most, and its rows
 
@@ -51,8 +50,8 @@ def run_part(name: str, rows: Callable[[Bench], Iterator[Row]], smoke: bool, out
 
 def measure(script: str, about: str | None, parts: Mapping[str, Part], total: int) -> None:
     """The command line of ``script``. ``total``: seconds that all parts may take together."""
-    kept = ROOT / "benchmarks" / "results" / f"{Path(script).stem}.jsonl"
-    cli = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kept = RESULTS / f"{Path(script).stem}.jsonl"
+    cli = parser(about)
     cli.add_argument("--smoke", action="store_true", help="toy shapes on the CPU; writes no file unless --out is given")
     cli.add_argument("--out", type=Path, help=f"default: benchmarks/results/{kept.name}")
     cli.add_argument("--part", choices=parts, help="this one only, in this process")

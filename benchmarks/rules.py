@@ -14,28 +14,24 @@ seeds are the same for all. ``traversal_over_dynamic``: the tree of decode=auto 
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.alternatives import RESULTS, ROOT, accepted_length, console, jackknife, settings
+from benchmarks.alternatives import accepted_length, console, jackknife, settings
+from benchmarks.frame import ROOT, keep, origin, parser
 from benchmarks.tiny import held_out, open_tiny
 from headstart.heads.base import Drafter
-from headstart.heads.files import put_text
 from headstart.inference.decoding import growth
 from headstart.inference.decoding.decoder import generate_batch
 from headstart.inference.decoding.policy import AUTO, TreePolicy, caterpillar, fit_depth
 from headstart.inference.decoding.sampling import SHARPER, SamplingParams
 from headstart.inference.decoding.target import Target
-from headstart.inference.provenance import machine, provenance
 from headstart.inference.settings import open_decode
 from headstart.inference.speculator import open_speculator
 
@@ -70,11 +66,10 @@ def ranking(target: Target, drafter: Drafter) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli = parser(__doc__, "rules.json")
     cli.add_argument("--speculator", type=Path, default=ROOT / "assets" / "tiny_eagle", help="a drafter trained for the tiny target")
     cli.add_argument("--prompts", type=int, default=64)
     cli.add_argument("--new-tokens", type=int, default=96)
-    cli.add_argument("--out", type=Path, default=RESULTS / "rules.json")
     args = cli.parse_args()
     target = open_tiny(True)
     drafter, prompts = open_speculator(args.speculator, target), held_out(target, args.prompts)
@@ -93,15 +88,15 @@ def main() -> None:
                 console.print(rows[-1])
     at_1 = {(row["shape"], row["rule"]): row["accepted_length"] for row in rows if row["temperature"] == 1}
     gain = at_1["caterpillar", "traversal"] / at_1[DYNAMIC, "top_plus_one"]
-    about = {"command": "python benchmarks/rules.py", "machine": machine(torch.device("cpu")), "prompts": len(prompts)}
     found = {
         "rows": rows,
         "ranking": ranking(target, drafter),
         "traversal_over_dynamic": gain,
         "drafter": drafter.config["head"],
         "new_tokens": args.new_tokens,
+        "prompts": len(prompts),
     }
-    put_text(args.out, json.dumps(found | about | provenance(), indent=1) + "\n")
+    keep(args.out, found | origin("python benchmarks/rules.py"))
     console.print(table)
     console.print(f"{args.out}: traversal of a caterpillar over the dynamic tree: {gain:.2f}")
 

@@ -7,22 +7,20 @@ By Debian's Chromium, without a window, at 1,100 pixels' width (--width). --heig
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 from PIL import Image
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.browser import CHROMIUM, MISSING, Tab, browse  # noqa: E402
+from benchmarks.frame import parser
+from tests.browser import CHROMIUM, MISSING, Tab, browse
 
 
 def main() -> None:
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli = parser(__doc__, "report_page.png")
     cli.add_argument("page", type=Path)
-    cli.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "report_page.png")
     cli.add_argument("--width", type=int, default=1100)
     cli.add_argument("--height", type=int, default=None, help="of the picture; the whole page if not given")
     cli.add_argument("--dark", action="store_true")

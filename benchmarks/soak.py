@@ -29,9 +29,10 @@ from typing import Any
 import aiohttp
 import psutil
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-RESULT = ROOT / "benchmarks" / "results" / "soak.json"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.frame import ROOT, keep, parser
+
 CLIENTS, ROWS, TEXTS, CONTEXT = 8, 6, 100, 1024
 SAMPLES = 30  # of memory
 GROWTH = 0.02  # of the memory after warm-up: more is a leak
@@ -151,16 +152,14 @@ def run(speculator: Path | None, requests: int, texts: list[Any], truth: list[li
 
 
 def main() -> None:
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli = parser(__doc__, "soak.json")
     cli.add_argument("speculator", type=Path, nargs="?")
     cli.add_argument("--requests", type=int, default=2000)
-    cli.add_argument("--out", type=Path, default=RESULT)
     args = cli.parse_args()
     if args.requests < 100:
         cli.error("--requests: at least 100, or there is no warm-up to speak of")
     if args.speculator is not None and not (args.speculator / "config.json").is_file():
         cli.error(f"{args.speculator} is no folder of an exported drafter: it has no config.json")
-    from headstart.heads.files import put_text
     from headstart.inference.decoding.decode import generate
     from headstart.inference.decoding.target import Target
     from headstart.inference.provenance import machine, provenance
@@ -175,7 +174,7 @@ def main() -> None:
     made = result | {
         "command": f"python benchmarks/soak.py{named} --requests {args.requests}", "device": machine(target.device), **provenance(),
     }  # fmt: skip
-    put_text(args.out, json.dumps(made, indent=1) + "\n")
+    keep(args.out, made)
     print(json.dumps(result, indent=1))
     sys.exit(0 if all(r["passed"] for r in result.values()) else 1)
 

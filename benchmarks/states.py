@@ -14,18 +14,16 @@ with the same command (``--scratch``).
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.alternatives import RESULTS, accepted_length, for_run, settings
+from benchmarks.alternatives import accepted_length, for_run, settings
+from benchmarks.frame import keep, origin, parser
 from benchmarks.tiny import held_out
 from headstart.data.capture import capture, mean_errors
 from headstart.data.packed import InMemory, Packed
@@ -33,12 +31,10 @@ from headstart.data.shards import Shards
 from headstart.data.source import open_source
 from headstart.data.storage import STORAGES
 from headstart.heads import hub
-from headstart.heads.files import put_text
 from headstart.inference.decoding.decoder import generate_batch
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
-from headstart.inference.provenance import machine, provenance
 from headstart.inference.settings import open_target
 from headstart.inference.speculator import open_speculator
 from headstart.trainers.metrics import read_metrics
@@ -91,8 +87,7 @@ def measured(target: Target, out: Path, prompts: list[list[int]], new_tokens: in
 
 
 def main() -> None:
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--out", type=Path, default=RESULTS / "states.json")
+    cli = parser(__doc__, "states.json")
     cli.add_argument("--scratch", type=Path, default=Path("runs/states"), help="where shards and runs are kept")
     cli.add_argument("--steps", type=int, default=100)
     cli.add_argument("--prompts", type=int, default=48)
@@ -101,8 +96,8 @@ def main() -> None:
     shards = captured(args.scratch, args.steps)
     target = open_target(settings("config")["target"])
     prompts = held_out(target, args.prompts)
-    about = {"command": "python benchmarks/states.py", "steps": args.steps, "prompts": args.prompts, "new_tokens": args.new_tokens}
-    about |= {"target": target.name, "policy": vars(POLICY), "machine": machine(torch.device("cpu")), **provenance()}
+    about = {"steps": args.steps, "prompts": args.prompts, "new_tokens": args.new_tokens, "target": target.name, "policy": vars(POLICY)}
+    about |= origin("python benchmarks/states.py")
     rows: dict[str, dict[str, Any]] = {}
     for name in (*shards, CONTROL):
         states = shards.get(name, shards["bf16"])
@@ -113,7 +108,7 @@ def main() -> None:
         rows[name] = {**found, "errors": mean_errors(states.index)}
         rows[name] |= {f"{key}_over_bf16": value / rows["bf16"][key] for key, value in found.items()}
         print(name, {key: value for key, value in rows[name].items() if key != "errors"}, flush=True)
-        put_text(args.out, json.dumps({"rows": rows, **about}, indent=1) + "\n")
+        keep(args.out, {"rows": rows, **about})
     print(f"{args.out}")
 
 

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,17 +24,15 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.loss_memory import rss
+from benchmarks.frame import alone, keep, parser, resident
 from headstart.heads import hub
 from headstart.heads.base import Drafter, Roots, TargetEnds, TargetShape
-from headstart.heads.files import put_text
 from headstart.heads.layers import Rope, rotate
 from headstart.heads.memory import Memory, Slots
 from headstart.heads.visibility import CausalSees, ChainSees
 from headstart.inference.decoding.propose import begin
 from headstart.inference.provenance import machine, provenance
 
-ROOT = Path(__file__).resolve().parents[1]
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 HEADS, KV_HEADS, HEAD_DIM = 32, 4, 128
 MAPPED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}  # what is freed is gone at once: peaks repeat to the page
@@ -110,11 +106,10 @@ def attention_part(tokens: int, depth: int, dtype: torch.dtype) -> tuple[Callabl
 
 def peak(run: Callable[[], Any]) -> float:
     """MB that it takes beside what is there (Linux)."""
-    before = rss()
+    before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the largest resident size so far is forgotten
     run()
-    largest = next(line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return (int(largest) * 1024 - before) / 1e6
+    return (resident("VmHWM") - before) / 1e6
 
 
 def attention_mb(variant: str, tokens: int, depth: int) -> float:
@@ -157,13 +152,12 @@ def prompt_mb(variant: str, tokens: int, hidden: int, ffn: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli = parser(__doc__, "step_memory.json")
     sizes = dict(tokens=2048, depth=7, prompt=16384, hidden=4096, ffn=14336)
     for name, value in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "step_memory.json")
-    parser.add_argument("--one", help=argparse.SUPPRESS)  # PART:VARIANT, in a process of its own
-    args = parser.parse_args()
+        cli.add_argument(f"--{name}", type=int, default=value)
+    cli.add_argument("--one", help=argparse.SUPPRESS)  # PART:VARIANT, in a process of its own
+    args = cli.parse_args()
     if args.one:
         part, variant = args.one.split(":")
         own = (args.tokens, args.depth) if part == "attention" else (args.prompt, args.hidden, args.ffn)
@@ -171,14 +165,7 @@ def main() -> None:
         return
 
     def both(part: str) -> dict[str, float]:
-        found = {}
-        for variant in ("before", "ours"):
-            command = [sys.executable, __file__, *sys.argv[1:], "--one", f"{part}:{variant}"]
-            done = subprocess.run(command, cwd=ROOT, env={**os.environ, **MAPPED}, capture_output=True, text=True)
-            if done.returncode:
-                raise SystemExit(f"{part} {variant} failed ({done.returncode}; -9: out of memory):\n{done.stderr}")
-            found[variant] = json.loads(done.stdout)
-        return found
+        return {variant: alone(__file__, f"{part}:{variant}", **MAPPED) for variant in ("before", "ours")}
 
     attention, prompt = both("attention"), both("prompt")
     print(f"attention: {attention['before']:.0f} MB before, {attention['ours']:.0f} MB; prompt: {prompt['before']:.0f} MB in one pass, "
@@ -193,8 +180,7 @@ def main() -> None:
         "machine": machine(torch.device("cpu")),
         "provenance": provenance(),
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    put_text(args.out, json.dumps(results, indent=2) + "\n")
+    keep(args.out, results)
 
 
 if __name__ == "__main__":

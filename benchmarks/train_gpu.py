@@ -40,8 +40,9 @@ from accelerate.state import AcceleratorState
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import checkout  # noqa: F401  (first: it finds the others where nothing is installed)
+from benchmarks.frame import ROOT
 from benchmarks.gpu import Bench
-from benchmarks.rows import ROOT, Row, measure
+from benchmarks.rows import Row, measure
 from headstart.data.batch import TargetBatch, TokenBatch
 from headstart.data.capture import capture
 from headstart.data.live import look

@@ -23,7 +23,6 @@ added. Peers count how many guesses are right in every step, as they are written
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -38,14 +37,13 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.frame import RESULTS, ROOT, keep, parser
 from benchmarks.loss_memory import shape
 from benchmarks.train_step_side import SIDES, TAPS
 from benchmarks.vllm_side import Client
 from headstart.heads import hub
-from headstart.heads.files import put_text
 from headstart.inference.provenance import machine, provenance
 
-ROOT = Path(__file__).resolve().parents[1]
 PEERS = [side for side in SIDES if side != "headstart"]
 
 
@@ -113,7 +111,7 @@ def row(pythons: dict[str, str], folder: Path, case: dict[str, Any], turns: int)
 def put(path: Path, found: dict[str, Any]) -> None:
     """Beside what else the file holds (of accepted.py)."""
     before = json.loads(path.read_text()) if path.is_file() else {}
-    put_text(path, json.dumps(before | found, indent=2) + "\n")
+    keep(path, before | found)
 
 
 def worst(rows: list[dict[str, Any]], key: str, vocab: int | None = None) -> float | None:
@@ -122,20 +120,20 @@ def worst(rows: list[dict[str, Any]], key: str, vocab: int | None = None) -> flo
 
 def main() -> None:
     conf: Any = OmegaConf.load(ROOT / "conf" / "config.yaml")
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help=f"one of {', '.join(PEERS)}, and its Python")
-    parser.add_argument("--cases", nargs="+", default=["32000:7", "128000:3"], metavar="VOCABULARY:DEPTH")
-    parser.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
-    parser.add_argument("--heads", nargs="+", choices=("trained", "frozen"), default=["trained", "frozen"])
+    cli = parser(__doc__)
+    cli.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help=f"one of {', '.join(PEERS)}, and its Python")
+    cli.add_argument("--cases", nargs="+", default=["32000:7", "128000:3"], metavar="VOCABULARY:DEPTH")
+    cli.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
+    cli.add_argument("--heads", nargs="+", choices=("trained", "frozen"), default=["trained", "frozen"])
     for name, value in dict(tokens=1024, hidden=512, chunk=conf.loss.chunk, turns=3).items():
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/train_step.json, on a GPU train_step_gpu.json")
-    args = parser.parse_args()
-    out = args.out or ROOT / "benchmarks" / "results" / ("train_step.json" if args.device == "cpu" else "train_step_gpu.json")
+        cli.add_argument(f"--{name}", type=int, default=value)
+    cli.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    cli.add_argument("--out", type=Path, help="default: benchmarks/results/train_step.json, on a GPU train_step_gpu.json")
+    args = cli.parse_args()
+    out = args.out or RESULTS / ("train_step.json" if args.device == "cpu" else "train_step_gpu.json")
     pythons = dict(peer.split("=", 1) for peer in args.peer)
     if unknown := set(pythons) - set(PEERS):
-        parser.error(f"--peer: {', '.join(unknown)} is none of {', '.join(PEERS)}")
+        cli.error(f"--peer: {', '.join(unknown)} is none of {', '.join(PEERS)}")
     words = [word for i, word in enumerate(sys.argv[1:]) if "--out" not in (word, sys.argv[i])]  # where to is nobody's business
     said = [word.partition("=")[0] + "=PYTHON" if "=" in word else word for word in words]
     results: dict[str, Any] = {"command": " ".join(["python", "benchmarks/train_step.py", *said])}

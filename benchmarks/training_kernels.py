@@ -12,8 +12,6 @@ its gradient and the acceptance), beside the same in torch's operations, with th
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -27,13 +25,12 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.alternatives import RESULTS, console
+from benchmarks.alternatives import console
+from benchmarks.frame import keep, origin, parser
 from headstart.heads import native_flash
 from headstart.heads.base import TargetEnds
-from headstart.heads.files import put_text
 from headstart.heads.flash import flash, flash_backward
 from headstart.heads.unembedding import Unembedding
-from headstart.inference.provenance import machine, provenance
 from headstart.trainers.losses import fused_loss
 
 # rows of the batch, heads, key-value heads, tokens, head size
@@ -88,12 +85,11 @@ def loss(vocab: int, dtype: torch.dtype, repeats: int) -> dict[str, float]:
 
 
 def main() -> None:
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli = parser(__doc__, "training_kernels.json")
     cli.add_argument("--repeats", type=int, default=10)
-    cli.add_argument("--out", type=Path, default=RESULTS / "training_kernels.json")
     args = cli.parse_args()
     torch.manual_seed(0)
-    made: dict[str, Any] = {"command": "python benchmarks/training_kernels.py", "machine": machine(torch.device("cpu")), **provenance()}
+    made = origin("python benchmarks/training_kernels.py")
     table = Table("", "ours, ms", "torch, ms", "ratio")
     for name, dtype in DTYPES.items():
         for shape in SHAPES:
@@ -104,7 +100,7 @@ def main() -> None:
             judged = made.setdefault("loss", {})[f"{name} {vocab}"] = loss(vocab, dtype, args.repeats)
             table.add_row(f"loss {name}, {vocab:,} tokens", *(f"{judged[x]:.2f}" for x in ("ours", "torch", "ratio")))
     console.print(table)
-    put_text(args.out, json.dumps(made, indent=2))
+    keep(args.out, made)
 
 
 if __name__ == "__main__":

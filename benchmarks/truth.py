@@ -12,7 +12,6 @@ Writes benchmarks/results/truth.json. No timings: it may run beside other work.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,11 +23,10 @@ from rich.progress import track
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.alternatives import ROOT
 from benchmarks.exactness import untrained
+from benchmarks.frame import RESULTS, ROOT, keep, parser
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
-from headstart.heads.files import put_text
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
@@ -92,12 +90,12 @@ def rows(name: str, head: str, target: Target, drafter: Drafter, prompts: int, n
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--targets", nargs="*", default=TARGETS, help="folders, beside a random one")
-    parser.add_argument("--heads", nargs="*", default=HEADS)
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--new-tokens", type=int, default=32)
-    asked = parser.parse_args()
+    cli = parser(__doc__)
+    cli.add_argument("--targets", nargs="*", default=TARGETS, help="folders, beside a random one")
+    cli.add_argument("--heads", nargs="*", default=HEADS)
+    cli.add_argument("--prompts", type=int, default=4)
+    cli.add_argument("--new-tokens", type=int, default=32)
+    asked = cli.parse_args()
     found: list[dict[str, Any]] = []
     for name, target in targets(asked.targets):
         for head, drafter in track(list(drafters(name, target, asked.heads)), description=name):
@@ -113,7 +111,7 @@ def main() -> None:
         "rows": found,
         **provenance(),
     }
-    put_text(ROOT / "benchmarks" / "results" / "truth.json", json.dumps(kept, indent=1) + "\n")
+    keep(RESULTS / "truth.json", kept)
     print(json.dumps({k: v for k, v in kept.items() if k != "rows"}, indent=1))
 
 

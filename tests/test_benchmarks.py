@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import alternatives, decode, drafters, exactness, growth, planted, prepack, step_memory, tiny, train_gpu, versus
+from benchmarks import alternatives, decode, drafters, exactness, frame, growth, planted, prepack, step_memory, tiny, train_gpu, versus
 from benchmarks import rows as gpu_rows
 from benchmarks.gpu import Bench, accepting
 from benchmarks.vllm_side import Vllm
@@ -60,7 +60,7 @@ def test_every_script_is_imported_and_takes_arguments(path: Path, monkeypatch: p
 def test_files_that_a_script_reads_are_there(path: Path) -> None:
     for named in re.findall(r"""\bROOT((?: / ["'][^"'{]+["'])+)""", path.read_text()):
         parts = re.findall(r"""["'](.+?)["']""", named)
-        assert alternatives.ROOT.joinpath(*parts).exists() or {"results", "runs"} & {*parts}, named
+        assert frame.ROOT.joinpath(*parts).exists() or {"results", "runs"} & {*parts}, named
 
 
 # ---- comparing ----
