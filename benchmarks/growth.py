@@ -34,7 +34,7 @@ CONFIG = dict(
     model_type="llama", hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
     vocab_size=4000, max_position_embeddings=16384,
 )  # fmt: skip
-LOSS, TRAINER = dict(depth=3, chunk=512), dict(optimizer="adamw", lr=1e-3, betas=(0.9, 0.95))
+LOSS, TRAINER = dict(depth=3, chunk=512, terms={"kl": 1.0}, decay=0.8), dict(optimizer="adamw", lr=1e-3, betas=(0.9, 0.95))
 
 
 def fastest(target: Target, cases: dict[int, tuple[list[Arm], int]], turns: int) -> dict[int, float]:
