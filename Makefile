@@ -4,7 +4,8 @@ PYTHON ?= python3
 
 PY := $(VENV)/bin/python
 # Tests and checks run offline, one thread per process.
-OFFLINE := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 WANDB_MODE=offline
+# Bytecode is kept, whatever the shell says: tests start many processes, each of which would compile every module again.
+OFFLINE := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 WANDB_MODE=offline
 # What DeepSpeed compiles at first use; a folder of our own, so that a killed build elsewhere cannot block us.
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
 
