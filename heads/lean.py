@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 HEAD_NORMS = {"q_norm", "k_norm"}
-FACTORS = ("embedding_multiplier", "residual_multiplier")  # granite's: of half a layer's output and the like, which are 1 elsewhere
+FACTORS = ("embedding_multiplier", "residual_multiplier")  # granite multiplies by them; other models have none
 KNOWN_ROPES = ("default", "linear", "llama3", "yarn")  # rope types that do not depend on the length
 
 

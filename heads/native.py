@@ -248,12 +248,12 @@ class Layers:
     ) -> dict[int, Tensor]:  # fmt: skip
         """Read ``inputs`` and ``residual``, [B, N, D] each. Returns the outputs of the layers ``wanted`` (the first is 0) and of the last
         one. ``rooms``: of each layer, where the rows' keys and values are written; in all layers the same slots. ``bias``: the additive
-        mask, [B or 1, 1, N, slots seen], or None. Raises RuntimeError for inputs of another width.
+        mask, [B or 1, 1, N, slots seen], or None. ``cos_sin``: [B or 1, ..]. Raises RuntimeError for inputs of another width.
         """
         if any(x.shape != residual.shape or x.shape[2] != self.width for x in (*inputs, residual)):
             raise RuntimeError(f"inputs of {[tuple(x.shape) for x in inputs]} for layers that are {self.width} wide")
-        (cos, sin), (keys, _, start, first, stop) = cos_sin, rooms[0]
-        cos, sin = (x.expand(residual.shape[0], -1, -1, -1).contiguous() for x in (cos, sin))  # positions may be the same in all sequences
+        (cos, sin), (keys, _, start, first, stop), B = cos_sin, rooms[0], residual.shape[0]
+        cos, sin = (x if x.shape[0] == B and x.is_contiguous() else x.expand(B, -1, -1, -1).contiguous() for x in (cos, sin))
         inputs, residual = [x.to(self.dtype).contiguous() for x in inputs], residual.to(self.dtype).contiguous()
         found = {i: torch.empty_like(residual) for i in {*wanted, self.count - 1}}
         unwanted, wide = torch.empty_like(residual), torch.float32
@@ -264,7 +264,7 @@ class Layers:
         call = _Call(
             (POINTER * MANY)(*[x.data_ptr() for x in inputs]), residual.data_ptr(), cos.data_ptr(), sin.data_ptr(),
             None if bias is None else bias.data_ptr(), *map(ctypes.addressof, places), starts,
-            self.count, residual.shape[0], residual.shape[1], start, first, stop - first, keys.shape[2], by_row, by_sequence,
+            self.count, B, residual.shape[1], start, first, stop - first, keys.shape[2], by_row, by_sequence,
             cos.dtype == wide, keys.dtype == wide, torch.get_num_threads(),
         )  # fmt: skip
         self._reads(self._layers, ctypes.byref(call))

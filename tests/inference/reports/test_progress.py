@@ -39,10 +39,8 @@ def idle(chain: float, low: float) -> Report:
 
 def test_the_table_says_what_of_it_is_not_guessing_and_what_a_chain_gains(capsys: pytest.CaptureFixture[str]) -> None:
     table = figures_table(idle(1.22, 1.1))
-    assert (
-        "| decode=auto: rounds without guesses | 100% | 0% |" in table
-        and "| a chain of 6: accepted length | 3.00 (1.00 to 2.00) | 2.00 |" in table
-    )
+    assert "| decode=auto: rounds without guesses | 100% | 0% |" in table
+    assert "| a chain of 6: accepted length | 3.00 (1.00 to 2.00) | 2.00 |" in table
     assert [line for line in table if line.startswith("| a chain of 6: speed-up | 1.22 (1.10 to 9.00) |")]
     assert "| accepted length (tokens per target pass) | 3.20 | 2.10 |" in table, "of the tree, whatever was left out"
     assert "| decode=auto: tokens per pass | 1.00 | 2.00 |" in table and "| decode=auto: speed-up | 1.01 | 1.01 |" in table
