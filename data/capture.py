@@ -32,11 +32,11 @@ from headstart.data.packed import Packed
 from headstart.data.shards import FLAT, Shards
 from headstart.data.storage import STORAGES, bytes_of, encode, errors, own_taps
 from headstart.heads.errors import UserError
-from headstart.heads.files import sha256
+from headstart.heads.files import UNFINISHED, sha256
 
 ROWS, BYTES = 64, 1 << 29  # the most rows and bytes of a shard; a single row may be larger
 PIECE = 1024  # rows in which supervised tokens are counted at a time
-KILLED = re.compile(r"\.(index|shard|held-out|row)[\w-]*\.(json|safetensors)\.part")  # files left unfinished by a killed process
+KILLED = re.compile(rf"\.(index|shard|held-out|row)[\w-]*\.(json|safetensors)\.part|{UNFINISHED.pattern}")  # left by a killed process
 Stored = tuple[dict[str, Tensor], dict[str, float]]  # the tensors of some rows, and a storage error for each state
 
 
@@ -69,15 +69,14 @@ class Writer:
         made: dict[str, Any] = {"name": name, "rows": len(tensors["tokens"])}
         if self.index["final"] == SUPERVISED:
             made["final"] = len(tensors["final"])
-        digests: list[str] = []
 
         def write(beside: Path) -> None:
             save_file(tensors, beside)
-            digests.append(sha256(beside))
+            made.update(bytes=beside.stat().st_size, sha256=sha256(beside), errors=errors)
 
         with self.writing(name):
-            size = self.folder.put(name, write)
-        self.own[number] = self.there[number] = made | {"bytes": size, "sha256": digests[-1], "errors": errors}
+            self.folder.put(name, write)
+        self.own[number] = self.there[number] = made
         with self.writing(self.name):
             put_index(self.folder, self.name, self.index, self.own)
 

@@ -59,10 +59,9 @@ class Folder:
         except OSError as e:
             raise UserError(f"{self}: {e}") from e
 
-    def put(self, name: str, write: Write) -> int:
-        """Write a file, completely or not at all. Returns its size in bytes. Raises OSError if the disk refuses."""
+    def put(self, name: str, write: Write) -> None:
+        """Write a file, completely or not at all. Raises OSError if the disk refuses."""
         put(self.path / name, write)
-        return (self.path / name).stat().st_size
 
     @contextmanager
     def file(self, name: str) -> Iterator[Path]:
@@ -135,12 +134,11 @@ class Elsewhere(Folder):
         with suppress(Exception):
             self.fs.makedirs(self.root, exist_ok=True)
 
-    def put(self, name: str, write: Write) -> int:
+    def put(self, name: str, write: Write) -> None:
         path = Path(self._room.name) / f"out-{name}"
         try:
             write(path)
             self.fs.put_file(str(path), f"{self.root}/{name}")
-            return path.stat().st_size
         except Exception as e:  # of botocore, aiohttp, google-auth, ...
             raise e if isinstance(e, OSError | UserError) else OSError(0, first_line(e)) from e
         finally:

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from headstart.heads.errors import UserError
 
 URL = re.compile(r"[a-z][a-z0-9+.-]+(::[a-z][a-z0-9+.-]+)*://", re.IGNORECASE)  # what fsspec takes for a URL
+UNFINISHED = re.compile(r"\.tmp\w{6}")  # safetensors' name of a file that it writes, beside its place: a killed process leaves it there
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # Linux constants for renameat2
 os.umask(UMASK := os.umask(0))  # the process's umask: setting it is the only way to read it
 REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # sync errors of a failing or full disk; others mean that syncing is not supported

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from headstart.heads import hub
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
-from headstart.heads.files import put, put_text
+from headstart.heads.files import UNFINISHED, put, put_text
 from headstart.heads.stored import read_tensors
 from headstart.inference.decoding.decode import Generation, generate, longest
 from headstart.inference.decoding.policy import TreePolicy, fit_depth
@@ -106,6 +106,8 @@ def keep_if_best(arm: Arm, length: float) -> None:
     if step >= arm.fitted.steps or length > best:
         weights = {k: checkpoint.copied(v) for k, v in arm.drafter.state_dict().items()}
         about = {"step": str(arm.fitted.steps), "decoded": repr(length)}
+        for left in (path for path in place.parent.iterdir() if UNFINISHED.fullmatch(path.name)):
+            left.unlink(missing_ok=True)
         put(place, lambda beside: save_file(weights, beside, metadata=about))
 
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from benchmarks.attacks.outcome import TRACE, Outcome
 from benchmarks.attacks.world import World, equal, weights
 from headstart.door.launch import free_port
+from headstart.heads.files import UNFINISHED
 from headstart.trainers import checkpoint
 from tests.doors import DOORS
 
@@ -114,7 +115,7 @@ def steps_of(out: Path) -> int:
 
 def left_over(out: Path) -> list[str]:
     """What a run that has ended leaves to nobody's use."""
-    return [path.name for path in out.rglob(".*") if path.name.endswith((".part", ".old", ".tmp"))]
+    return [path.name for path in out.rglob(".*") if path.name.endswith((".part", ".old")) or UNFINISHED.fullmatch(path.name)]
 
 
 class Thing(NamedTuple):

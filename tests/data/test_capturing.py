@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from headstart.data import folder as folders
 from headstart.data import index as indexes
 from headstart.data import verify as verification
 from headstart.data.capture import capture
@@ -149,6 +150,28 @@ def test_a_kill_at_any_moment_leaves_nothing_trusted_that_is_broken(world, tmp_p
             break
         count += 1
     assert 20 < count < 300, "it was killed at every moment, and then not"
+
+
+def test_a_half_file_of_a_killed_process_goes(whole, tmp_path):
+    """Under our name, and under the one of safetensors (tests/heads/test_files.py)."""
+    captured(tmp_path, 0, 2)
+    for name in (".shard-00001.safetensors.part", ".tmpQ7xZ0a"):
+        (tmp_path / name).write_bytes(b"half")
+    captured(tmp_path, 1, 2)
+    assert content(tmp_path) == content(whole)
+
+
+def test_another_may_finish_before_the_last_file_is_seen_to_be_there(whole, tmp_path, monkeypatch):
+    """It takes the index of this process away, in the moment in which that is complete."""
+    captured(tmp_path, 0, 2)
+
+    def put(path, write, put=folders.put):
+        put(path, write)
+        if path.name.startswith("index-00001"):
+            captured(tmp_path, 0, 2)
+
+    monkeypatch.setattr(folders, "put", put)
+    assert captured(tmp_path, 1, 2) is not None and content(tmp_path) == content(whole)
 
 
 # ---- verify ----

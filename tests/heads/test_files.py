@@ -5,16 +5,19 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from headstart.heads import files
 from headstart.heads.errors import UserError
-from headstart.heads.files import put, put_folder, put_text, sealed, sha256
+from headstart.heads.files import UNFINISHED, put, put_folder, put_text, sealed, sha256
 
 
 def test_what_is_put_takes_the_place_of_what_was_there(tmp_path: Path) -> None:
@@ -91,6 +94,23 @@ def test_the_disk_keeps_everything_before_it_has_its_name(tmp_path: Path, monkey
         put_folder(tmp_path / "folder", write)
         assert sorted(kept[:-2]) == ["b", "c", "deeper"] and kept[-2:] == [".folder.part", tmp_path.name]
         kept.clear()
+
+
+def test_the_name_of_tensors_that_are_being_written(tmp_path: Path) -> None:
+    """By safetensors, in a process that is killed meanwhile."""
+    tensors = {"a": torch.zeros(1 << 22)}
+    if not (child := os.fork()):
+        with suppress(BaseException):
+            while True:
+                save_file(tensors, tmp_path / "a")
+        os._exit(1)
+    try:
+        while not (found := [path for path in tmp_path.iterdir() if path.name != "a"]):
+            assert os.waitpid(child, os.WNOHANG) == (0, 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert [path for path in found if not UNFINISHED.fullmatch(path.name)] == []
 
 
 @pytest.mark.parametrize("exchange", [True, False])
