@@ -186,7 +186,7 @@ def sampled(target: Target, drafter: Drafter, prompts: Prompts, samples: int) ->
         return generate_batch(target, drafter, many, new_tokens=FIRST, policy=policy, sampling=how, stop_ids=(), sequences=ROWS)
 
     generate(target, proposer, prompts[0], new_tokens=WORTH, policy=policy, sampling=how[0], stop_ids=())  # rounds are measured
-    generate_batch(target, drafter, list(prompts[:1]) * ROWS, new_tokens=WORTH, policy=policy, sampling=how[:ROWS], stop_ids=())
+    generate_batch(target, drafter, list(prompts[:1]) * len(how[:ROWS]), new_tokens=WORTH, policy=policy, sampling=how[:ROWS], stop_ids=())
     found, again = dict[str, list[float]](), 0
     for prompt in track(prompts, description="temperature 1", console=console, transient=True):
         outcomes = exactly(target, prompt)

@@ -163,7 +163,7 @@ class Engine(Endpoint):
 
 
 def _unlocked(path: Path) -> bool:
-    """Whether the lock file exists and no process holds the lock."""
+    """Whether the lock file exists and no process holds the lock. Raises UserError on a file system without locks."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
@@ -173,6 +173,9 @@ def _unlocked(path: Path) -> bool:
         return True
     except BlockingIOError:
         return False
+    except OSError as e:  # Lustre without flock and some NFS servers
+        why = f"cannot be locked ({e.strerror}), and by a lock the server says that a file is whole"
+        raise UserError(f"served.folder={path.parent} {why}: choose a folder on another file system") from e
     finally:
         os.close(fd)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -310,6 +313,16 @@ def test_what_may_pass_is_asked_again(broken: Any, opened: Opened, server: FakeE
         look(rows.batch([2]), target, (1, 3))
     target.close()
     assert list(states.iterdir()) == []
+
+
+def test_a_folder_on_a_file_system_without_locks(opened: Opened, states: Path, rows: Packed, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks here")
+
+    target = opened()
+    monkeypatch.setattr(engine, "fcntl", SimpleNamespace(**vars(fcntl) | {"flock": without}))
+    with pytest.raises(UserError, match=rf"served.folder={states} cannot be locked \(no locks here\).*: choose a folder on another"):
+        look(rows.batch([0]), target, (1, 3))
 
 
 def test_a_link_is_not_followed(opened: Opened, server: FakeEngine, states: Path, rows: Packed) -> None:
