@@ -271,11 +271,17 @@ def auto_of_rounds(rounds: Any, kind: Any, warp: LogitsWarper, long: float | Non
 
 def _over_plain(shapes: Sequence[TreePolicy], block: Callable[[TreePolicy | None], float]) -> list[float]:
     """The cost of a round of each shape over a plain round. ``block`` times a run of rounds of one shape, as in decoding, and returns the
-    seconds of one (rounds of other shapes in between would change the caches). Three chains are measured, the others interpolated.
+    seconds of one (rounds of other shapes in between would change the caches). Three chains are measured, the others interpolated. Two
+    turns are enough where both say that no shape could gain even if every guess were right.
     """
     chains = [shape for shape in shapes if shape.kind == "chain"]
     some = list(dict.fromkeys([chains[0], chains[len(chains) // 2], chains[-1], *(s for s in shapes if s.kind != "chain")]))
-    turns = [[block(shape) for shape in (None, *some)] for _ in range(TURNS)]  # in turns, because the machine's speed drifts
+    turns = list[list[float]]()
+    while len(turns) < TURNS:  # in turns, because the machine's speed drifts
+        turns.append([block(shape) for shape in (None, *some)])
+        dear = [MARGIN * cost > (shape.depth + 1) * plain for plain, *each in turns for shape, cost in zip(some, each, strict=True)]
+        if len(turns) == 2 and all(dear):
+            break
     plain, *others = (median(seconds) for seconds in zip(*turns, strict=True))
     found = {shape: each / plain for shape, each in zip(some, others, strict=True)}
     costs = {shape.depth: found[shape] for shape in chains if shape in found}

@@ -204,6 +204,21 @@ def test_chains_that_were_not_measured_lie_on_lines() -> None:
     assert costs[2] == pytest.approx(1.5 + 7.5 / 3) and costs[6] == pytest.approx(21.0)
 
 
+@pytest.mark.parametrize(("first", "turns"), [(9.0, 2), (8.0, 5)])
+def test_shapes_that_cannot_gain_are_measured_twice(first: float, turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain of 8 that costs 9 rounds yields 9 tokens at most. One that is in doubt in any turn is measured as often as every other."""
+    monkeypatch.setattr(auto, "TURNS", 5)
+    shapes, longest = shapes_of(TreePolicy("auto", depth=8, nodes=1), "auto", 0), iter([first, 9.0, 9.0, 9.0, 9.0])
+    asked = []
+
+    def block(shape: TreePolicy | None) -> float:
+        asked.append(shape)
+        return 1.0 if shape is None else next(longest) if shape.depth == 8 else 2.0 + shape.depth
+
+    costs = dict(zip((shape.depth for shape in shapes), auto._over_plain(shapes, block), strict=True))
+    assert len(asked) == turns * 4 and (costs[1], costs[4], costs[8]) == (3.0, 6.0, 9.0)
+
+
 def test_putting_sequences_back_is_no_part_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
 
