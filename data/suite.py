@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,21 +20,29 @@ BETWEEN = "\n\n"  # separates an answer from the next turn in plain text
 
 def questions(suite: dict[str, Any], path: str | None, count: int | None) -> list[Question]:
     """The questions of a suite (a YAML of conf/suite), from the file ``path``, or from the hub (None). ``count``: only the first so many of
-    each category. Raises UserError for a source that cannot be read, a row that is not a question, and a suite without questions.
+    each group, of its categories in turn. Raises UserError for a source that cannot be read, a row that is not a question, and a suite
+    without questions.
     """
-    found, seen = list[Question](), Counter[str]()
+    found = list[Question]()
     groups = {category: group for group, categories in suite["groups"].items() for category in categories}
     for row in _rows(suite, path):
         try:
-            question = _question(parsed(row.value), row.number, suite, groups)
+            found.append(_question(parsed(row.value), row.number, suite, groups))
         except BadRow as error:
             raise UserError(f"{row.where}: {error}") from None
-        if count is None or seen[question.category] < count:
-            found.append(question)
-        seen[question.category] += 1
     if not found:
         raise UserError(f"{f'path={path}' if path else suite['hub']}: no prompts in it")
-    return found
+    return found if count is None else _first(found, count)
+
+
+def _first(questions: Sequence[Question], count: int) -> list[Question]:
+    """The first ``count`` questions of each group, in their order: one of each of its categories, then the second of each, and so on."""
+    seen, of_group = Counter[str](), defaultdict[str, list[tuple[int, int]]](list)
+    for place, question in enumerate(questions):
+        of_group[question.group].append((seen[question.category], place))
+        seen[question.category] += 1
+    kept = sorted(place for places in of_group.values() for _, place in sorted(places)[:count])
+    return [questions[place] for place in kept]
 
 
 def _rows(suite: dict[str, Any], path: str | None) -> Iterator[Row]:

@@ -92,6 +92,8 @@ def figures(name: str, report: Report) -> dict[str, Any]:
         **{key: found.get(figure) for key, found, figure in ranked},
         "t0_chain": chain.get("accepted_length"),
         "t1_chain": chain_warm.get("accepted_length"),
+        "t0_auto": report.get("auto_temperature_0", {}).get("accepted_length"),
+        "t1_auto": report.get("auto_temperature_1", {}).get("accepted_length"),
         "expected_t0_chain": chain.get("expected_length"),
         "off_policy_expected_length": report.get("off_policy_expected_length"),
         "repetition": cold.get("repetition"),
@@ -147,7 +149,7 @@ def compare(
     metrics.jsonl.
     """
     rows = [figures(name, report) for name, report in reports.items()]
-    rows.sort(key=lambda row: -as_served(row)["speedup"])  # as the headline has it
+    rows.sort(key=lambda row: (-as_served(row)["speedup"], -row["t0_tree"]))  # as the headline has it; longest first of those that rest
     about: Mapping[str, Any] = next(iter(reports.values()), {})
     kept: dict[str, Any] = {key: about[key] for key in ABOUT if key in about and all(r.get(key) == about[key] for r in reports.values())}
     if len({shape_of(report) for report in reports.values()}) > 1:

@@ -16,6 +16,7 @@ from headstart.inference.reports.lengths import APART
 from headstart.inference.reports.page import about, bar, between, figure, folded, h, joined, page, section, table
 from headstart.inference.reports.report import Report, shape_of
 from headstart.inference.reports.summary import summary
+from headstart.inference.reports.verdict import plain_at
 
 NAME = "report.html"
 
@@ -65,6 +66,8 @@ def lead(report: Report) -> Markup:
         for name, figures, key, unit in ((fast, served, "speedup", "{:.2f}×"), lengths):
             within = between(interval(figures, key), unit)
             note = f"between {within.replace(' to ', ' and ')}" if within else "no interval"
+            if key == "speedup" and plain_at(figures["accepted_length"]):
+                note = "plain decoding: what differs from 1 is the spread of the machine"
             value = unit.format(figures[key])
             tile = '<div class="{}"><dt>{}, T&nbsp;=&nbsp;{}</dt><dd class="big">{}</dd><dd>{}</dd></div>'
             tiles.append(h(tile, kind, name, temperature, value, note))
@@ -84,6 +87,8 @@ def sentence(report: Report) -> str:
     same = "not told apart from plain decoding by these prompts" if low <= 1 <= high else ""
     fast = same or (f"{gain:.2f} times as fast as plain decoding" if gain > 1 else f"slower than plain decoding ({gain:.2f} of its speed)")
     exact = "the target's own output" if report.lossless else "NOT the target's own output"
+    if plain_at(figures["accepted_length"]):
+        fast = "plain decoding, for it leaves guessing out"
     how = f"its tree says {length:.2f} tokens for every pass of the target, decode=auto is {fast}, and what it says is {exact}"
     if "auto_temperature_0" not in report:
         how = f"it is {fast}, with {length:.2f} tokens for every pass of the target, and what it says is {exact}"

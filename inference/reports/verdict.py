@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Any
 
+from headstart.inference.decoding.auto import MARGIN
 from headstart.inference.reports.page import between
 
 Row = Mapping[str, Any]
@@ -39,9 +40,20 @@ def level(rows: Sequence[Row], first: Row, key: str) -> list[str]:
 
 
 def as_served(row: Row) -> Row:
-    """The row with the speed-ups that decide in the place of the tree's: those of decode=auto, where they were measured."""
-    auto = [key for key in ("speedup", "t1_speedup") if row.get(f"auto_{key}") is not None]
-    return {**row, **{f"{key}{what}": row.get(f"auto_{key}{what}") for key in auto for what in ("", "_interval")}}
+    """The row with the speed-ups that decide in the place of the tree's: those of decode=auto, where they were measured. Where it leaves
+    guessing out, it is plain decoding: 1, for what the clock made of that is the spread of the machine.
+    """
+    served = dict(row)
+    for key, length in (("speedup", "t0_auto"), ("t1_speedup", "t1_auto")):
+        if row.get(f"auto_{key}") is not None:
+            rests = plain_at(row.get(length))
+            served |= {key: 1.0 if rests else row[f"auto_{key}"], f"{key}_interval": None if rests else row.get(f"auto_{key}_interval")}
+    return served
+
+
+def plain_at(tokens_per_pass: float | None) -> bool:
+    """Whether so many tokens for each pass of the target are plain decoding: no round takes less time than a plain one."""
+    return tokens_per_pass is not None and tokens_per_pass < MARGIN
 
 
 def headline(rows: Sequence[Row]) -> str:
@@ -50,7 +62,9 @@ def headline(rows: Sequence[Row]) -> str:
     first = best(rows, "speedup")
     assert first is not None
     if first["speedup"] <= 1:
-        return f"None is faster than plain decoding at temperature 0; {first['name']} comes nearest ({first['speedup']:.2f} of its speed)."
+        near = f"{first['name']} comes nearest ({first['speedup']:.2f} of its speed)"
+        near = f"decode=auto leaves guessing out with {first['name']}" if plain_at(first.get("t0_auto")) else near
+        return f"None is faster than plain decoding at temperature 0; {near}."
     same = level(rows, first, "speedup") + ["plain decoding"] * (not gains(first, "speedup"))
     also = f" These prompts do not tell it apart from {listed(same)}." if same else ""
     if not first.get("speedup_interval") and len(rows) > 1:

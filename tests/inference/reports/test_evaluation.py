@@ -178,7 +178,8 @@ def test_forms_of_files(tmp_path: Path) -> None:
     assert question.group == "whole"
     many = [{"turns": ["x"], "category": c} for c in "aaabbc"]
     (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, many)))
-    assert [q.category for q in suite.questions(settings, str(tmp_path / "m.jsonl"), 2)] == [*"aabbc"]
+    for count, kept in ((1, "ab"), (2, "aabc"), (3, "aaabbc")):  # of each group, of its categories in turn
+        assert [q.category for q in suite.questions(settings, str(tmp_path / "m.jsonl"), count)] == [*kept]
 
 
 # ---- a kill ----

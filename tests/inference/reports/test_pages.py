@@ -17,9 +17,9 @@ from headstart.inference.reports.comparison_page import comparison_page as page_
 from headstart.inference.reports.comparison_page import edge
 from headstart.inference.reports.lengths import Lengths, compared
 from headstart.inference.reports.report import Report, Round
-from headstart.inference.reports.report_page import report_page
+from headstart.inference.reports.report_page import lead, report_page, sentence
 from headstart.inference.reports.style import STYLE
-from headstart.inference.reports.verdict import advice, headline
+from headstart.inference.reports.verdict import advice, as_served, headline
 from tests.pages import HOSTILE, Page, a_shown_report
 from tests.reports import a_report, a_row, figures
 
@@ -273,6 +273,20 @@ def test_each_is_judged_as_it_is_served() -> None:
     assert headline([unsure]).endswith("0.90 to 1.30. These prompts do not tell it apart from plain decoding.")
     assert headline([a_row("sure", 0, speedup_interval=[1.7, 1.9]), a_row("b", 0, speedup=1.75)]).endswith("do not tell it apart from b.")
     assert headline([unsure, unsure | {"name": "b", "speedup": 1.0}]).endswith("do not tell it apart from b and plain decoding.")
+
+
+def test_no_speed_is_claimed_where_nothing_is_drafted() -> None:
+    """decode=auto is plain decoding then, however the clock went."""
+    rested = {"auto_speedup": 1.45, "auto_speedup_interval": [1.11, 1.69], "t0_auto": 1.0}
+    rested |= {"t1_speedup": 0.3, "auto_t1_speedup": 0.48, "auto_t1_speedup_interval": [0.32, 0.69], "t1_auto": 1.01}
+    idle, real = a_row("idle", 0, speedup=0.24) | rested, a_row("real", 1, auto_speedup=1.2, auto_speedup_interval=[1.1, 1.3], t0_auto=2.5)
+    nothing = "None is faster than plain decoding at temperature 0; decode=auto leaves guessing out with idle."
+    assert headline([idle]) == nothing and not [line for line in advice([idle]) if "×" in line]
+    assert headline([idle, real]).startswith("At temperature 0 real is the fastest: 1.20 times")
+    assert as_served(idle)["t1_speedup"] == 1.0 and as_served(real)["speedup"] == 1.2
+    report = Report.of(a_report(auto_temperature_0=figures(1.0, 1.45), auto_temperature_1=figures(2.0, 1.1)))
+    assert "decode=auto is plain decoding, for it leaves guessing out, and" in sentence(report)
+    assert str(lead(report)).count("plain decoding: what differs from 1 is the spread of the machine") == 1
 
 
 def test_what_sets_a_run_apart_is_shown_of_every_run() -> None:
