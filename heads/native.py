@@ -131,7 +131,7 @@ def _run(command: Sequence[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as e:
-        raise Unavailable(f"{command[0]}: {e}") from e
+        raise Unavailable(f"{command[0]}: {e if isinstance(e, OSError) else f'took over {SECONDS} s: try again when idle'}") from e
     if done.returncode:
         raise Unavailable(f"{' '.join(command)}: {' '.join(done.stderr.split())[:300]}")
     return done.stdout

@@ -61,6 +61,8 @@ def generate(
     the trees of the folder's decode.json. ``tokenizer``: for stop_strings, as in transformers, and to check a folder's tokenizer against.
     Raises UserError naming a setting that is not supported, or the reason why the drafter does not fit the model.
     """
+    if not isinstance(input_ids, Tensor):
+        raise UserError(f"input_ids is a {type(input_ids).__name__}, not a tensor: give what a tokenizer returns as **inputs")
     for name in ("custom_generate", "assistant_model", "synced_gpus"):
         if kwargs.get(name):
             raise UserError(f"{name} cannot be combined with a drafter: leave it out")
@@ -77,20 +79,59 @@ def generate(
         if mine:
             kwargs["stop_strings"] = None
         kwargs["stopping_criteria"] = [*(kwargs.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, strings)]
-    if not isinstance(kept := vars(model).get(KEPT), _Kept):
-        setattr(model, KEPT, kept := _Kept())
-    how = _loop(kept, drafter, policy, tokenizer, streamer)
+    how = speculate(drafter, policy=policy, tokenizer=tokenizer, streamer=streamer)
     return model.generate(input_ids, generation_config=config, custom_generate=how, **kwargs)
 
 
 def speculate(drafter: Guesser, *, policy: Policy = None, tokenizer: Any = None, streamer: Any = None) -> Callable[..., Any]:
-    """A decoding loop for ``model.generate(..., custom_generate=speculate(drafter))``; the arguments are those of ``generate``.
+    """A decoding loop for ``model.generate(..., custom_generate=speculate(drafter))``; the arguments are those of ``generate``, and so is
+    what is kept with the model from call to call.
 
     transformers 5.19 does not pass ``streamer`` and ``tokenizer`` to such a function. So give the streamer to ``speculate`` (a streamer
     given to ``model.generate`` is refused, because no token would reach it), and stop strings as
     ``stopping_criteria=[StopStringCriteria(tokenizer, strings)]``. The loop raises what ``generate`` raises.
     """
-    return _loop(_Kept(), drafter, policy, tokenizer, streamer)
+    own = _Kept()
+
+    @torch.no_grad()
+    def loop(model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **prepared: Any) -> Any:
+        nonlocal own
+        check_fields(vars(generation_config))
+        _check_caller(model)
+        check_prepared(prepared)
+        ends, length, sampled = ends_of(stopping_criteria), input_ids.shape[1], bool(generation_config.do_sample)
+        processors, settings = split(logits_processor, sampled, ends.stop, length)
+        prompts = prompts_of(input_ids, prepared)
+        if streamer is not None and len(prompts) > 1:
+            raise UserError(f"a streamer takes one sequence, there are {len(prompts)}")
+        own = own.or_the_last(model, drafter, policy, tokenizer)
+        decoder = own.decoder_of(model, drafter, policy, tokenizer)
+        each = samplings(settings, sampled, len(prompts))
+        how: dict[str, Any] = {"new_tokens": max(ends.length - length, 1), "stop_ids": ends.stop}  # ends are checked after a token
+        growing = [_Growing(row, ends, how["new_tokens"], streamer, len(prompts)) for row in input_ids]
+        together = decoder.batches and decoder.engine_holds(max(map(len, prompts)) + how["new_tokens"])
+        if len(prompts) > 1 and not processors and together:
+            _together(decoder, prompts, growing, each, how)
+        else:
+            if streamer is not None:
+                streamer.put(input_ids.cpu())
+            for b, (prompt, sequence, sampling) in enumerate(zip(prompts, growing, each, strict=True)):
+                if processors:
+                    how["process"] = process_of(processors, input_ids[b, : length - len(prompt)], b)
+                with suppress(_Over):
+                    decoder.generate(prompt, sampling=sampling, on_tokens=sequence.take, **how)
+            if streamer is not None:
+                streamer.end()
+        last = max(sequence.end or sequence.count for sequence in growing)
+        said = [sequence.new(last if sequence.goes_on else sequence.end) for sequence in growing]
+        sequences = torch.cat([input_ids, _padded(said, generation_config.pad_token_id, ends.stop).to(input_ids.device)], 1)
+        if not generation_config.return_dict_in_generate:
+            return sequences
+        from transformers.generation import GenerateDecoderOnlyOutput
+
+        return GenerateDecoderOnlyOutput(sequences=sequences)
+
+    return loop
 
 
 class _Kept:
@@ -102,6 +143,14 @@ class _Kept:
 
     def __reduce__(self) -> Any:
         return _Kept, ()
+
+    def or_the_last(self, model: Any, *made_of: Any) -> _Kept:
+        """That of the model's last call where it is made of the same and this is empty; else this, which the model holds from now on."""
+        last = vars(model).get(KEPT)
+        if self.decoder is None and isinstance(last, _Kept) and last.decoder and _same(last.made_of, _made_of(model, *made_of)):
+            return last
+        setattr(model, KEPT, self)
+        return self
 
     def decoder_of(self, model: Any, drafter: Guesser, policy: Policy, tokenizer: Any) -> Decoder:
         if self.decoder is None or not _same(self.made_of, _made_of(model, drafter, policy, tokenizer)):
@@ -132,46 +181,6 @@ def _made_of(model: Any, drafter: Guesser, policy: Policy, tokenizer: Any) -> li
 
 def _same(a: list[Any], b: list[Any]) -> bool:
     return a[-1] == b[-1] and all(x is y for x, y in zip(a[:-1], b[:-1], strict=True))
-
-
-def _loop(kept: _Kept, drafter: Guesser, policy: Policy, tokenizer: Any, streamer: Any) -> Callable[..., Any]:
-    @torch.no_grad()
-    def loop(model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **prepared: Any) -> Any:
-        check_fields(vars(generation_config))
-        _check_caller(model)
-        check_prepared(prepared)
-        ends, length, sampled = ends_of(stopping_criteria), input_ids.shape[1], bool(generation_config.do_sample)
-        processors, settings = split(logits_processor, sampled, ends.stop, length)
-        prompts = prompts_of(input_ids, prepared)
-        if streamer is not None and len(prompts) > 1:
-            raise UserError(f"a streamer takes one sequence, there are {len(prompts)}")
-        decoder = kept.decoder_of(model, drafter, policy, tokenizer)
-        each = samplings(settings, sampled, len(prompts))
-        how: dict[str, Any] = {"new_tokens": max(ends.length - length, 1), "stop_ids": ends.stop}  # ends are checked after a token
-        growing = [_Growing(row, ends, how["new_tokens"], streamer, len(prompts)) for row in input_ids]
-        together = decoder.batches and decoder.engine_holds(max(map(len, prompts)) + how["new_tokens"])
-        if len(prompts) > 1 and not processors and together:
-            _together(decoder, prompts, growing, each, how)
-        else:
-            if streamer is not None:
-                streamer.put(input_ids.cpu())
-            for b, (prompt, sequence, sampling) in enumerate(zip(prompts, growing, each, strict=True)):
-                if processors:
-                    how["process"] = process_of(processors, input_ids[b, : length - len(prompt)], b)
-                with suppress(_Over):
-                    decoder.generate(prompt, sampling=sampling, on_tokens=sequence.take, **how)
-            if streamer is not None:
-                streamer.end()
-        last = max(sequence.end or sequence.count for sequence in growing)
-        said = [sequence.new(last if sequence.goes_on else sequence.end) for sequence in growing]
-        sequences = torch.cat([input_ids, _padded(said, generation_config.pad_token_id, ends.stop).to(input_ids.device)], 1)
-        if not generation_config.return_dict_in_generate:
-            return sequences
-        from transformers.generation import GenerateDecoderOnlyOutput
-
-        return GenerateDecoderOnlyOutput(sequences=sequences)
-
-    return loop
 
 
 def _open(drafter: Guesser, model: Any, tokenizer: Any, policy: Policy) -> Decoder:

@@ -62,6 +62,15 @@ def test_runs_are_put_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert {p.name for p in beside.iterdir()} == FILES
 
 
+def test_figures_are_read_beside_long_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a terminal of 80 columns, or none."""
+    monkeypatch.setenv("COLUMNS", "80")
+    runs = [a_run(tmp_path / f"{head}-folder-text-path=tinystories_sample-0f0944-target.path=stories260K-214e1b", 1.23) for head in "ab"]
+    assert call(monkeypatch, *runs, f"out={tmp_path / 'all'}") == 0
+    table = capsys.readouterr().out.partition("└")[0]
+    assert table.count("1.23x") == 2 and "…" not in table and max(map(len, table.splitlines())) <= 80
+
+
 def test_the_first_is_the_one_that_the_headline_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one serves with decides: decode=auto, where it was measured."""
     a = a_run(tmp_path / "runs/tree", 1.4, auto_temperature_0=figures(1.0, 1.1))

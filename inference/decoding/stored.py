@@ -55,7 +55,9 @@ class StoredTarget(TargetInfo):
             self.files = _Files(folder, config, dtype, attention)
             config, self.dtype = self.files.model.config, self.files.model.dtype
             self.shape = shape_of(config, self.name)
-            self.ends = ends_of(config.get_text_config(), *self.files.ends(self.device), lambda: self.opened().model)
+            self.ends = ends_of(
+                config.get_text_config(), *self.files.ends(self.device), lambda: self.opened(", of which a drafter is made").model
+            )
             _ = self.fingerprint
         except (UserError, NotStored):
             raise
@@ -66,10 +68,11 @@ class StoredTarget(TargetInfo):
     def turn(self) -> int | None:
         return turn_of(self.files.model.config.get_text_config())
 
-    def opened(self) -> Target:
+    def opened(self, why: str = "") -> Target:
+        """The target with its layers, loaded at the first call. ``why`` is printed then."""
         if not self._opened:
             if is_main():
-                print(f"loading the layers of {self.name} ...", flush=True)
+                print(f"loading the layers of {self.name}{why} ...", flush=True)
             target = self._load()
             self.ends.embed, self.ends.head_VD = target.ends.embed, target.ends.head_VD  # so that each lies in memory once
             self._opened.append(target)

@@ -166,7 +166,7 @@ def compare(
     columns = known(rows, (key for key, (_, heading) in COLUMNS.items() if heading))
     head, body = ["", *(COLUMNS[key][1] for key in columns)], [[row["name"], *cells(row, columns)] for row in rows]
     console = Console(markup=False)  # names may hold brackets
-    console.print(table(f"drafters for {Path(target).name}, the fastest first", head, body, whole=(0,)))
+    console.print(table(f"drafters for {Path(target).name}, the fastest first", head, body, whole=range(1, len(head))))
     for name, why in failed.items():
         console.print(f"{name} failed: {why}", style="red")
     for name in kept["changed"]:

@@ -89,10 +89,12 @@ def shares(figures: Mapping[str, Any]) -> str:
 def table(
     title: str, head: Sequence[str], body: Iterable[Sequence[str]], *, left: Collection[int] = (0,), whole: Collection[int] = ()
 ) -> Table:
-    """A table for the terminal. Columns are justified right but for those numbered in ``left``, and wrapped but for those in ``whole``."""
+    """A table for the terminal. Columns are justified right but for those numbered in ``left``, and wrapped (within a word where it has to
+    be) but for those in ``whole``.
+    """
     made = Table(title=title, title_justify="left")
     for number, name in enumerate(head):
-        made.add_column(name, justify="left" if number in left else "right", no_wrap=number in whole)
+        made.add_column(name, justify="left" if number in left else "right", no_wrap=number in whole, overflow="fold")
     for row in body:
         made.add_row(*row)
     return made

@@ -269,6 +269,10 @@ def _no_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # a user without an entry, as containers run them
 
 
+def _busy_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "SECONDS", 1e-3)
+
+
 def _no_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "native").write_text("a file")
 
@@ -279,6 +283,7 @@ def _no_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (_no_compiler, "install g++"), (_failing_compiler, "wrong.cpp"), (_wrong_library, "multiplies wrongly"),
         (_open_folder, "chmod 700"), (_no_folder, "HEADSTART_CACHE"), (_no_home, "HEADSTART_CACHE"),
+        (_busy_machine, "took over 0.001 s: try again"),
     ],
 )  # fmt: skip
 def test_what_is_missing_is_said_and_torch_decodes(

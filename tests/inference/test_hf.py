@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, TextStreamer
+from transformers import BatchEncoding, GenerationConfig, TextStreamer
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from headstart.heads import hub
@@ -215,7 +215,16 @@ def test_what_decodes_is_kept_between_calls(tmp_path: Path, monkeypatch: pytest.
         before, loop = len(made), speculate(drafter, policy=POLICIES["chain"])
         for _ in range(3):
             model.generate(**padded(PROMPTS[:1]), **how, custom_generate=loop)
-        assert len(made) == before + 1
+        assert len(made) == before, "it is that of generate"
+        for count, guesser in (
+            (1, tmp_path),
+            (1, tmp_path),
+            (1, loop),
+            (2, None),
+        ):  # made anew in each call, but for one that holds its own
+            custom = guesser if guesser is loop else speculate(guesser, policy=POLICIES["chain"])
+            model.generate(**padded(PROMPTS[:1]), **how, custom_generate=custom)
+            assert len(made) == before + count
 
     calls()
     gc.collect()
@@ -355,6 +364,11 @@ REFUSED: dict[str, Any] = dict(
     diversity_penalty=0.5, num_beam_groups=2, token_healing=True, use_mtp=True, assistant_early_exit=2, assistant_ensemble_weight=0.5,
     is_assistant=True, speculation_type="dflash", encoder_no_repeat_ngram_size=2, cache_implementation="quantized",
 )  # fmt: skip
+
+
+def test_what_a_tokenizer_returns_as_a_whole() -> None:
+    with pytest.raises(UserError, match=r"^input_ids is a BatchEncoding, not a tensor: give what a tokenizer returns as \*\*inputs$"):
+        generate(target_of().model, None, BatchEncoding({"input_ids": torch.tensor(PROMPTS[:1])}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", REFUSED)
