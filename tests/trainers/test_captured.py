@@ -58,6 +58,7 @@ def test_losses_and_gradients(storage: str, composed: Composed, half: list[str],
         capture(packed, target, job.taps, tmp_path / "shards", storage=storage)  # type: ignore[arg-type]
         settings = {"name": "shards", "path": str(tmp_path / "shards"), "prompts_file": None}
         source = open_source(settings, target, length=64, seed=0)
+        assert torch.equal(job.source.counts(), source.counts())
         learner, found = job.arms[0].learner, []
         kept = Shards(tmp_path / "shards").stored(range(4))
         for batch in (job.source.observe(packed.batch(slice(0, 4)), job.taps), source.observe(kept, job.taps)):
