@@ -144,7 +144,7 @@ class MLP(nn.Module):
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up. In training on a GPU by one kernel, which keeps nothing but them."""
     if (gate.requires_grad or up.requires_grad) and gate.dtype in DTYPES and takes(gate):
-        from headstart.heads.kernels.swiglu import Gated
+        from headstart.heads.kernels.operations import Gated
 
         out: Tensor = Gated.apply(gate, up)
         return out

@@ -31,7 +31,7 @@ class _FusedNorm(torch.autograd.Function):
 
 
 class _FusedGate(torch.autograd.Function):
-    """Saves what heads/kernels/swiglu.py saves."""
+    """Saves what ``Gated`` of heads/kernels/operations.py saves."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:

@@ -138,7 +138,7 @@ def test_what_the_rotation_takes() -> None:
 @pytest.mark.parametrize("layout", ["one piece", "one product", "by column"])
 def test_swiglu(dtype: torch.dtype, width: int, layout: str) -> None:
     """The result and both gradients, also where rows lie apart. In half precision to the bit, but where exp's last one matters."""
-    from headstart.heads.kernels.swiglu import Gated
+    from headstart.heads.kernels.operations import Gated
 
     torch.manual_seed(0)
     gate, up = (4 * torch.randn(B, T, 2 * width)).to(dtype).chunk(2, dim=2)
@@ -188,7 +188,7 @@ def test_the_mlp_takes_it_in_training_and_keeps_less(monkeypatch: pytest.MonkeyP
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     with monkeypatch.context() as m:
-        m.setattr("headstart.heads.kernels.swiglu.gated", None)
+        m.setattr("headstart.heads.kernels.operations.gated", None)
         with torch.no_grad():
             assert torch.equal(mlp(x, x), found[0][0])
         assert mlp.double()(x.double(), x.double()).dtype == torch.float64
