@@ -143,18 +143,6 @@ def test_what_is_no_fault_of_the_disk_is_not_taken_for_one(target, trained, monk
     assert sorted(p.name for p in (trained / "checkpoints").iterdir()) == ["step-00000003", "step-00000006"]
 
 
-@pytest.mark.parametrize("name", ["drafter", "optimizer", "rng"])
-def test_a_truncated_file_is_named(name, target, trained):
-    path = checkpoint.folders(trained)[-1] / f"{name}.safetensors"
-    path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(UserError, match=rf"cannot resume: .*step-00000006/{name}\.safetensors is damaged: .*Delete .*step-00000006 to go"):
-        go_on(target, trained)
-    for file in path.parent.iterdir():  # what the message says to do
-        file.unlink()
-    path.parent.rmdir()
-    assert go_on(target, trained).steps == 9
-
-
 @pytest.mark.parametrize("mutation", [name for name in MUTATIONS if name not in HARMLESS])
 def test_what_happened_on_disk_is_refused(mutation, target, trained):
     """Every file: bits flipped, cut, swapped, gone; every key of state.json. Nothing is restored, and nothing trained."""
@@ -180,7 +168,7 @@ def test_what_changes_nothing_is_not(mutation, target, trained, whole):
 def test_after_a_damaged_one_the_one_before_it_leads_to_the_same(target, trained, whole, capsys):
     newest = checkpoint.folders(trained)[-1]
     MUTATIONS["drafter.safetensors: two tensors swapped"](newest, newest)
-    with pytest.raises(UserError, match=rf"Delete {newest} to go on from the checkpoint before it"):
+    with pytest.raises(UserError, match=rf"drafter\.safetensors is damaged: .*Delete {newest} to go on from the checkpoint before it"):
         train(noisy(target), target, trained, steps=9)
     shutil.rmtree(newest)
     drafter = noisy(target)
