@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from headstart.inference.serving.asked import messages_of
 from headstart.inference.serving.fields import Refused
-from headstart.inference.serving.messages import messages_of
 from headstart.inference.serving.text import ids
 from tests.inference.serving.speech import target, tokenizer
 
