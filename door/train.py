@@ -13,12 +13,12 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from headstart.door import check_head, compose_again, enter, load_torch, loading
 from headstart.door.arguments import command_of, end, examples
-from headstart.door.idle import check_head_of_start, check_idle
 from headstart.door.launch import launch
 from headstart.door.places import check_out, check_paths, check_speculator
 from headstart.door.slurm import JOB, submit, submit_all
@@ -27,6 +27,8 @@ from headstart.heads.errors import UserError
 from headstart.heads.override import typed
 
 OWN = ("head", "loss", "trainer")  # what an arm may have of its own
+PLANS = ("nodes", "gpus", "gpu", "gpu_hour")
+MUONS = ("trainer.muon_lr", "trainer.momentum", "trainer.ns_steps")
 
 
 def main(config: dict[str, Any]) -> None:
@@ -39,7 +41,7 @@ def main(config: dict[str, Any]) -> None:
     launcher = config["launcher"]
     config, processes = {key: value for key, value in config.items() if key != "launcher"}, launcher["processes"]
     check_idle(config, given(overrides()))
-    about = {key: config.pop(key) for key in ("nodes", "gpus", "gpu", "gpu_hour")}
+    about = {key: config.pop(key) for key in PLANS}
     if config.pop("plan"):
         from headstart.trainers.plan_text import show_plan
 
@@ -86,6 +88,30 @@ def check_contents(config: dict[str, Any]) -> None:
             check_head_of_start(start, arm["head"]["name"], given(overrides()), kind.only_trained)
             if (path := Path(start) / "config.json").is_file():
                 read_json(path)
+
+
+def check_idle(config: Mapping[str, Any], said: Mapping[str, str]) -> None:
+    """Raises UserError for a setting without an effect beside the others, naming the key and what to give instead: whoever gives one
+    expects an effect. For settings of an optimizer that is not used, as sweeps over optimizers give them, only a line is printed.
+    ``config``: the whole configuration of a training; ``said``: key -> value, as typed.
+    """
+    trainers = [arm["trainer"] for arm in (config["arms"] or {"": config}).values()]
+    if not config["plan"] and (key := next((key for key in said if key in PLANS), None)):
+        raise UserError(f"{key}={said[key]} is of a plan (plan=true). A run is spread over GPUs by launcher=processes "
+                        "launcher.processes=N, launcher=slurm, or torchrun")  # fmt: skip
+    if (steps := said.get("trainer.steps")) and (epochs := next(filter(None, (t["epochs"] for t in trainers)), None)):
+        raise UserError(f"trainer.steps={steps} stands beside trainer.epochs={epochs:g}, which says how many there are: give one of them")
+    if all(trainer["optimizer"] != "muon" for trainer in trainers):
+        for key in (key for key in MUONS if key in said):
+            print(f"{key}={said[key]} changes nothing: it is Muon's, and the optimizer is {trainers[0]['optimizer']}")
+
+
+def check_head_of_start(start: str, head: str, said: Mapping[str, str], may_change: tuple[str, ...]) -> None:
+    """Raises UserError for head settings beside ``trainer.start``, whose folder fixes them. ``may_change``: those that it does not fix."""
+    for key in (key for key in said if key.startswith("head.")):
+        if key.removeprefix("head.") not in may_change:
+            other = f"; of {head} another run may change head.{', head.'.join(may_change)}" if may_change else ""
+            raise UserError(f"{key}={said[key]}: the drafter of trainer.start={Path(start)} is what it was saved as: leave it out{other}")
 
 
 def _spread(arguments: list[str]) -> list[str]:

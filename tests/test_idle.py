@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from headstart.door.idle import check_head_of_start, check_idle
 from headstart.door.places import check_speculator
+from headstart.door.train import check_head_of_start, check_idle
 from headstart.heads.errors import UserError
 from tests.doors import ROOT, call
 
