@@ -90,10 +90,5 @@ def workspace(name: str, entity: str, project: str) -> Any:
     return workspaces.Workspace(name=name, entity=entity, project=project, sections=sections)
 
 
-def start() -> None:
-    """Run the command line of this door, with the word ``board`` (of ``python -m trainers``) or without (``headstart board``)."""
-    door_of_words("board", __doc__, lambda words: print(main(words)), bare=True)
-
-
 if __name__ == "__main__":
-    start()
+    door_of_words("board", __doc__, lambda words: print(main(words)), bare=True)

@@ -112,15 +112,10 @@ def _first(parameter: dict[str, Any]) -> Any:
     return parameter["values"][0] if "values" in parameter else parameter["min"]
 
 
-def start() -> None:
-    """Run the command line of this door, with the word ``sweep`` (of ``python -m trainers``) or without (``headstart sweep``)."""
-
-    def say(words: Sequence[str]) -> None:
-        path = main(words)
-        print(f"{path}: wandb sweep {path}, then wandb agent with the id that it says")
-
-    door_of_words("sweep", __doc__, say)
+def _say(words: Sequence[str]) -> None:
+    path = main(words)
+    print(f"{path}: wandb sweep {path}, then wandb agent with the id that it says")
 
 
 if __name__ == "__main__":
-    start()
+    door_of_words("sweep", __doc__, _say)
