@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from headstart.heads.kinds import WindowSees, kinds_of, rules
 from headstart.heads.visibility import ChainSees
-from headstart.inference.decoding.target import Target
 from tests.drafters import random_tokens
+from tests.heads.test_driven import each_document
 from tests.tiny_targets import tiny_target
 
 LENGTHS = (30, 5, 1, 44)  # windows and pieces are of 16
@@ -31,12 +30,6 @@ def without_masks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(rule, "dense", None)
 
 
-def each_document(target: Target) -> Tensor:
-    """By transformers itself."""
-    parts = [target.body(input_ids=part, use_cache=False).last_hidden_state for part in TOKENS.split(LENGTHS, 1)]
-    return torch.cat(parts, 1)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("architecture", WINDOWED)
 def test_packed_rows_of_a_windowed_target_are_read_as_each_alone(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +40,7 @@ def test_packed_rows_of_a_windowed_target_are_read_as_each_alone(architecture: s
     if follows:
         without_masks(monkeypatch)
     found = target.read(TOKENS, POSITIONS, ())[1]
-    torch.testing.assert_close(found, each_document(target), rtol=0, atol=1e-4)
+    torch.testing.assert_close(found, each_document(target, TOKENS, LENGTHS), rtol=0, atol=1e-4)
     whole = target.read(TOKENS, torch.arange(80).expand(2, -1), ())[1]  # one document a row
     torch.testing.assert_close(whole, target.body(input_ids=TOKENS, use_cache=False).last_hidden_state, rtol=0, atol=1e-4)
     assert (whole - found).abs().max() > 0.1
