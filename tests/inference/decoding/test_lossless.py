@@ -21,7 +21,7 @@ from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
 from tests.drafters import FEW, FEW_HEADS, HEADS, depth_of, everywhere, learn_by_heart, make, random_tokens
 from tests.inference.decoding.trees import validate
-from tests.tiny_targets import ARCHITECTURES, tiny_target
+from tests.tiny_targets import ARCHITECTURES, OTHERS, tiny_target
 
 NEW, PROMPTS = 30, [random_tokens(n, seed=n) for n in (11, 3)]  # past the sliding window of 16
 TARGET = functools.cache(tiny_target)
@@ -97,7 +97,7 @@ def check_rounds(result: Generation) -> None:
     assert left == 0
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *OTHERS])
 def test_plain_decoding_equals_generate_of_transformers(architecture: str) -> None:
     target = TARGET(architecture)
     for i, prompt in enumerate(PROMPTS):
