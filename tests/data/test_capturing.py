@@ -83,10 +83,17 @@ def test_processes_of_different_settings_are_told(tmp_path):
             captured(tmp_path, 1, 2, **change)
 
 
-def test_one_of_each_rank(tmp_path):
-    with open_folder(tmp_path).locked(".lock-1"), pytest.raises(UserError, match="is being written by process"):
-        captured(tmp_path, 1, 3)
-    assert captured(tmp_path, 2, 3) is None
+@pytest.mark.parametrize("name, rank", [(".lock", 0), (".lock-1", 1)])
+def test_one_of_each_rank(name, rank, tmp_path):
+    class Greedy(FakeTarget):
+        def read(self, *arguments):
+            assert (tmp_path / name).exists()
+            with pytest.raises(UserError, match=rf"out={tmp_path} is being written by process \d+ on .*: wait for it, end it, or choose"):
+                captured(tmp_path, rank, 3)
+            return super().read(*arguments)
+
+    captured(tmp_path, rank, 3, Greedy())
+    assert captured(tmp_path, 2, 3) is None and not [*tmp_path.glob(".lock*")]
 
 
 def test_two_that_wrote_the_same_file_do_not_contradict_each_other(whole, tmp_path):

@@ -235,17 +235,6 @@ def test_an_index_without_shards_holds_nothing(packed, tmp_path):
     assert len(captured(packed, tmp_path, taps=(1,))) == len(packed)
 
 
-def test_two_captures_do_not_write_into_one_folder(packed, tmp_path):
-    class Greedy(FakeTarget):
-        def read(self, *arguments):
-            with pytest.raises(UserError, match=rf"out={tmp_path} is being written by process \d+ on .*: wait for it, end it, or choose"):
-                captured(packed, tmp_path)
-            return super().read(*arguments)
-
-    captured(packed, tmp_path, Greedy())
-    assert {p.suffix for p in tmp_path.iterdir()} == {".json", ".safetensors"}  # and no lock is left
-
-
 def test_the_digest_names_what_is_there(packed, tmp_path):
     one, same = captured(packed, tmp_path / "a"), captured(packed, tmp_path / "b")
     assert one.digest() == same.digest() == Shards(tmp_path / "a", taps=(2,)).digest()
