@@ -168,11 +168,14 @@ class Target(TargetInfo):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """The end-of-text ids that ``generate`` stops at."""
-        ids = getattr(self.model.generation_config, "eos_token_id", None)
+        """The tokens that end an answer: those that end transformers' ``generate``, and the tokenizer's own, by which fine-tunes end that
+        kept the generation_config.json of their base.
+        """
+        ids, own = getattr(self.model.generation_config, "eos_token_id", None), getattr(self.tokenizer, "eos_token_id", None)
         if ids is None:
             ids = self.config.eos_token_id
-        return tuple(ids) if isinstance(ids, (list, tuple)) else () if ids is None else (ids,)
+        ids = ids if isinstance(ids, (list, tuple)) else [ids]
+        return tuple(dict.fromkeys(token for token in [*ids, own] if token is not None))
 
     def prepack(self) -> Target:
         """Prepare the weights for faster decoding. Afterwards the layers' weights can only be multiplied by, not read or trained."""

@@ -18,7 +18,7 @@ from headstart.heads.errors import UserError
 from headstart.inference.decoding.decode import longest
 from headstart.inference.decoding.decoder import Decoder
 from headstart.inference.decoding.target import Target
-from headstart.inference.serving.text import HALF, BadRow, Messages, Reader, asking, end_ids, ids, in_history, render, spoken
+from headstart.inference.serving.text import HALF, BadRow, Messages, Reader, asking, ids, in_history, render, spoken
 from headstart.inference.settings import open_decode, open_guesser, open_target
 
 GUESSED, OWN, ASIDE = "bold green", "default", "dim"
@@ -62,7 +62,7 @@ def chat(
 
 def show(target: Target, decode: Decode, prompt: list[int], most: int, console: Console) -> str:
     """Print the answer as it comes, then a line of figures about it. Returns its text (see ``spoken``)."""
-    reader, stop, said = Reader(target.tokenizer, prompt), set(end_ids(target)), list[int]()
+    reader, stop, said = Reader(target.tokenizer, prompt), set(target.stop_ids), list[int]()
     pieces, rounds = list[str](), list[int]()  # tokens of each round, the prompt's own pass first
     began = time.perf_counter()
 
@@ -108,5 +108,5 @@ def main(config: dict[str, Any]) -> None:
     max_length = min(config["max_length"], target.shape.max_positions)
     guessing = None if policy is None else proposer or drafter
     decoder = Decoder(target, guessing, policy, rule=sampling.rule, max_length=max_length)
-    decode = partial(decoder.generate, sampling=sampling, stop_ids=end_ids(target))
+    decode = partial(decoder.generate, sampling=sampling)
     chat(target, decode, max_length=max_length, new_tokens=config["new_tokens"])

@@ -170,11 +170,8 @@ def asking(tokenizer: Any, messages: Messages, variables: Mapping[str, Any] | No
 
 
 def end_ids(target: Target) -> list[int]:
-    """The tokens that end an answer to somebody: those of ``generate``, and the tokenizer's own, by which fine-tunes end that kept the
-    generation_config.json of their base.
-    """
-    own = target.tokenizer.eos_token_id
-    return list(dict.fromkeys([*target.stop_ids, *([own] if own is not None and own < target.shape.vocab_size else [])]))
+    """The tokens that end an answer, as a list."""
+    return list(target.stop_ids)
 
 
 class Reader:

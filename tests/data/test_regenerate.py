@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import os
@@ -18,10 +19,12 @@ import pytest
 import torch
 
 from headstart.data import regenerate, regenerated
+from headstart.data.answers import ByEngine, Line
 from headstart.data.source import open_source
 from headstart.heads import hub
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.decode import generate
+from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.serving.text import asking
@@ -64,6 +67,20 @@ def test_every_turn_is_the_targets_own_with_its_own_answers_as_history(temperatu
         assert found == answers
     assert len(made) > 10
     assert ends == {True, False}
+
+
+def test_an_answer_ends_at_the_tokenizers_own_end(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fine-tunes that kept the generation_config.json of their base end so; what they would say after it is nobody's answer."""
+    prompt = asking(target.tokenizer, TALKS[0][:2])
+    said = generate(target, None, prompt, new_tokens=NEW, stop_ids=()).tokens
+    speech = copy.deepcopy(target.tokenizer)
+    speech.eos_token = speech.convert_ids_to_tokens(said[4])
+    monkeypatch.setattr(target, "tokenizer", speech)
+    monkeypatch.setattr(target.model.generation_config, "eos_token_id", 0)
+    answers = ByEngine(target, Engine(target, None, sequences=1, max_length=256), SamplingParams(), NEW)
+    answers.ask(Line(1, 0, iter(()), prompt))
+    ((_, answer),) = answers.wait()
+    assert answer.tokens == said[: said.index(said[4]) + 1] and answer.ended == "stop"
 
 
 def test_turns_last_keeps_the_history_that_others_wrote(door: Any, target: Any) -> None:

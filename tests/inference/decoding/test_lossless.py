@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -214,6 +215,9 @@ def test_the_targets_own_stop_ids_are_the_default() -> None:
     target.model.generation_config.eos_token_id = [95, said[5]]
     assert target.stop_ids == (95, said[5])
     assert generate(target, None, PROMPTS[0], new_tokens=NEW).tokens == said[: said.index(said[5]) + 1]
+    for own, ids in ((7, (95, said[5], 7)), (95, (95, said[5])), (None, (95, said[5]))):
+        target.tokenizer = SimpleNamespace(eos_token_id=own)
+        assert target.stop_ids == ids
 
 
 def test_a_prompt_that_does_not_fit_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from collections.abc import Sequence
@@ -63,6 +64,18 @@ def evaluated(folder: Path, **changes: Any) -> Results:
 
 
 # ---- what is asked ----
+
+
+def test_every_side_ends_at_the_tokenizers_own_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fine-tunes that kept the generation_config.json of their base end so."""
+    prompt = words().ask(ASKED[0].turns[:1], [])
+    said, speech = generate(TARGET(), None, prompt, new_tokens=NEW, stop_ids=()).tokens, copy.deepcopy(tokenizer())
+    speech.eos_token = speech.convert_ids_to_tokens(said[5])
+    monkeypatch.setattr(TARGET(), "tokenizer", speech)
+    for side in sides():
+        for sequences in (1, 2) if side.batches else (1,):
+            made, _ = side.decode([prompt], [SamplingParams()], NEW, sequences)
+            assert made[0].tokens == said[: said.index(said[5]) + 1], side.name
 
 
 def test_a_later_turn_stands_behind_the_sides_own_answer(tmp_path: Path) -> None:
