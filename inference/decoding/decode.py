@@ -91,6 +91,13 @@ def check_prompt(target: Target, prompt: Sequence[int], new_tokens: int) -> None
         raise UserError(f"the prompt holds token {wrong}, the target's vocabulary has {target.shape.vocab_size}")
 
 
+def stops_of(target: Target, given: Sequence[int] | None) -> frozenset[int]:
+    """The tokens that end a sequence: the given ones, or the target's own (None). Configs also name ids beyond the vocabulary, and -1 for
+    none: nothing ends by those.
+    """
+    return frozenset(token for token in (target.stop_ids if given is None else given) if 0 <= token < target.shape.vocab_size)
+
+
 def longest(target: TargetInfo, tokens: int) -> int:
     """The most tokens that a sequence can have whose prompt has ``tokens``: the target's context, or its turn, which none may cross."""
     return target.turn if target.turn and tokens <= target.turn else target.shape.max_positions
@@ -193,7 +200,7 @@ class SequenceState:
         process: Process | None, on_tokens: OnTokens | None,
     ) -> None:  # fmt: skip
         self.target, self.sampling, self.process, self.on_tokens = target, sampling, process, on_tokens
-        self.stop = frozenset(target.stop_ids if stop is None else stop)
+        self.stop = stops_of(target, stop)
         self.prompt, self.new_tokens, self.result = list(prompt), new_tokens, Generation()
         self.warp = LogitsWarper.of([sampling], target.device)
         self.limit = longest(target, len(prompt))

@@ -17,7 +17,7 @@ from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.auto import WORTH, Pace, auto_of_rounds, known_of
 from headstart.inference.decoding.context import CHUNK
-from headstart.inference.decoding.decode import Guesses, check_prompt
+from headstart.inference.decoding.decode import Guesses, check_prompt, stops_of
 from headstart.inference.decoding.policy import TreePolicy, costs_as, shapes_of
 from headstart.inference.decoding.rounds import Kind, Rounds
 from headstart.inference.decoding.row import Row, likely_of, shared_by, told_of
@@ -105,7 +105,7 @@ class Engine:
         if sampling.temperature > 0 and sampling.rule not in (self.rule, "auto") and self.drafter is not None:
             raise UserError(f"this engine verifies by the rule {self.rule}, a sequence asked for {sampling.rule}")
         assert self.free, "the engine is full: add a request when there is a free row"
-        stop = frozenset(target.stop_ids if stop_ids is None else stop_ids)
+        stop = stops_of(target, stop_ids)
         row = Row(prompt=list(prompt), most=new_tokens, stop=stop, sampling=sampling, began=time.perf_counter(), likely=likely)
         if new_tokens == 0:
             row.ended = "length"

@@ -172,6 +172,11 @@ def test_a_least_length_holds_the_stop_tokens_back() -> None:
             assert all(torch.equal(found, expected) for found in both_doors(model, guesser, inputs, **settings)), how
         own, found = split(listed(**settings), False, [said[4]], 9)
         assert not own and set(found) == {"min_tokens"}
+    for beyond in (-1, 96, [said[4], 5000]):  # of 96 tokens: such an id ends nothing, and no token is held back for it
+        settings |= {"eos_token_id": beyond, "min_new_tokens": NEW, "sequence_bias": [[[95], 99.0]]}  # -1 held back the last one
+        expected = model.generate(**inputs, **settings)
+        for guesser in (None, trained("eagle")):
+            assert all(torch.equal(found, expected) for found in both_doors(model, guesser, inputs, **settings)), beyond
     expected = model.generate(**inputs, max_new_tokens=4, min_new_tokens=3)  # nothing to hold back: no stop token
     assert torch.equal(generate(model, None, **inputs, max_new_tokens=4, min_new_tokens=3), expected)
 
