@@ -101,9 +101,14 @@ class WindowSees(Sees):
 
 
 def kinds_of(config: Any) -> set[str]:
-    """The kinds of layers in a config. Without ``layer_types``, a sliding window holds for every layer."""
+    """The kinds of layers in a config."""
+    return set(layers_of(config))
+
+
+def layers_of(config: Any) -> Sequence[str]:
+    """The kind of each layer; a single one holds for every layer. Without ``layer_types``, a sliding window does."""
     windowed = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
-    return set(getattr(config, "layer_types", None) or ["sliding_attention" if windowed else "full_attention"])
+    return getattr(config, "layer_types", None) or ["sliding_attention" if windowed else "full_attention"]
 
 
 def check_kinds(config: Any, what: str) -> None:

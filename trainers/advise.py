@@ -21,6 +21,7 @@ from rich.console import Console
 from headstart.heads import hub
 from headstart.heads.base import Drafter, TargetShape
 from headstart.heads.errors import UserError
+from headstart.heads.kinds import layers_of
 from headstart.inference.reports.render import table
 from headstart.inference.reports.report import Report
 from headstart.inference.settings import config_of
@@ -42,13 +43,19 @@ class Model:
     experts: float  # bytes of all experts
     chosen: float  # share of the experts that one token passes
     active: float  # parameters that a token passes
-    cache: float  # bytes of KV cache per token of context
+    cache: float  # bytes of KV cache per token of context, of layers that keep all tokens
     table: float = 0.0  # bytes of the embedding, of which a pass reads only one row per token
+    windowed: float = 0.0  # bytes of KV cache per token, of layers that keep only some
+    window: int = 0  # tokens that these keep
+
+    def held(self, context: int) -> float:
+        """Bytes of the KV cache of a sequence with ``context`` tokens."""
+        return context * self.cache + min(context, self.window) * self.windowed
 
     def seconds(self, gpu: Gpu, gpus: int, sequences: int, tokens: int, context: int) -> float:
         """Seconds of a pass over ``tokens`` tokens of each of ``sequences`` sequences, each with ``context`` tokens of context."""
         rows = sequences * tokens
-        read = self.dense + self.experts * (1 - (1 - self.chosen) ** rows) + sequences * context * self.cache
+        read = self.dense + self.experts * (1 - (1 - self.chosen) ** rows) + sequences * self.held(context)
         return max(read / gpu.bandwidth, 2 * self.active * rows / gpu.flops) / gpus
 
 
@@ -115,9 +122,21 @@ def target_of(where: dict[str, Any]) -> tuple[TargetShape, Model]:
     routed = whole["active"] + whole["idle"]
     table = 0 if getattr(hf.get_text_config(), "tie_word_embeddings", False) else shape.vocab_size * shape.hidden_size
     dense = float(whole["dense"] - table)  # without the embedding, of which a pass reads one row per token
-    cache = 2 * shape.layers * shape.kv_heads * shape.head_dim * BF16
     share = whole["active"] / routed if routed else 0.0
-    return shape, Model(dense * BF16, routed * BF16, share, dense + whole["active"], cache, table * BF16)
+    return shape, Model(dense * BF16, routed * BF16, share, dense + whole["active"], table=table * BF16, **cache_of(hf, shape))
+
+
+def cache_of(hf: Any, shape: TargetShape) -> dict[str, Any]:
+    """The fields of ``Model`` that say what the target's KV cache takes in an engine. Layers with latent attention (DeepSeek) keep one
+    vector for the keys and values of all heads; layers with a window or chunks (Gemma, gpt-oss, Llama 4) keep no more tokens than these.
+    """
+    text = hf.get_text_config()
+    latent = getattr(text, "kv_lora_rank", None)
+    layer = latent + text.qk_rope_head_dim if latent else 2 * shape.kv_heads * shape.head_dim
+    kinds, whole = layers_of(text), shape.layers * layer * BF16
+    cache = whole * kinds.count("full_attention") / len(kinds)
+    window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None) or 0
+    return {"cache": cache, "windowed": whole - cache, "window": window}
 
 
 def drafter_of(head: str, shape: TargetShape) -> tuple[Drafter, Model]:
@@ -178,9 +197,9 @@ def advise(config: dict[str, Any]) -> list[Choice]:
 def reasons(config: dict[str, Any], best: Sequence[Choice], target: Model, known: dict[str, list[float]], source: str) -> Iterator[str]:
     """The advice, and the checks that practitioners recommend, line by line."""
     gpu, gpus = gpu_of(config["gpu"]), config["gpus"]
-    held = target.dense + target.experts + target.table
-    room = gpus * gpu.memory * 0.9 - held
-    fits = max(room, 0.0) / (config["context"] * target.cache) if target.cache else float("inf")
+    weights = target.dense + target.experts + target.table
+    room = gpus * gpu.memory * 0.9 - weights
+    fits = max(room, 0.0) / held if (held := target.held(config["context"])) else float("inf")
     pays = [c for c in best if c.speedup[1] >= WORTH]
     loads = ", ".join(str(c.sequences) for c in pays)
     yield "load: sequences at a time; tokens: of a round; verify, draft: of a round, in plain passes of the same load; a round also costs "\
@@ -211,7 +230,7 @@ def reasons(config: dict[str, Any], best: Sequence[Choice], target: Model, known
     yield f"  guesses by task: more where what was read is repeated (code, summaries), fewer in chats; report on your own prompts{own}"
     yield f"  batch: verifying costs {', '.join(f'{c.verify:.2f} at {c.sequences}' for c in best)} plain passes"
     state = f"room for about {fits:,.0f} sequences of {config['context']:,} tokens" if room > 0 else "the target alone does not fit"
-    yield f"  memory: the target's weights take {held / 1e9:.0f} of {gpus * gpu.memory / 1e9:.0f} GB: {state}"
+    yield f"  memory: the target's weights take {weights / 1e9:.0f} of {gpus * gpu.memory / 1e9:.0f} GB: {state}"
     if config["report"] is None:
         yield f"  where the acceptance is from: {source}; yours will differ: report=DIR takes a measured one"
     yield "  what training one costs: python train.py head=NAME target=NAME trainer=full plan=true gpu=NAME gpu_hour=PRICE"

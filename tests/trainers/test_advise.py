@@ -48,6 +48,25 @@ def test_seconds_of_a_pass() -> None:
     assert shape.layers == 32
 
 
+@pytest.mark.parametrize(
+    "name, full, windowed, window",
+    [
+        ("deepseek_v3", 61 * (512 + 64) * 2, 0, 0),  # one latent vector, and the part that is rotated
+        ("gemma3_27b", 10 * 2 * 16 * 128 * 2, 52 * 2 * 16 * 128 * 2, 1024),
+        ("gpt_oss_20b", 12 * 2 * 8 * 64 * 2, 12 * 2 * 8 * 64 * 2, 128),
+        ("llama4_scout", 12 * 2 * 8 * 128 * 2, 36 * 2 * 8 * 128 * 2, 8192),
+    ],
+)
+def test_what_the_cache_of_other_attention_takes(name: str, full: int, windowed: int, window: int) -> None:
+    """By hand, from the published configs."""
+    _, target = advise.target_of(composed(f"target={name}", door="advise")["target"])
+    for context in (100, 32768):
+        assert target.held(context) == full * context + windowed * min(window, context)
+    gpu = Gpu(80e9, 1e30, 3.35e12)  # which computes in no time: the caches of four sequences more are read
+    more = target.seconds(gpu, 1, 12, 0, 32768) - target.seconds(gpu, 1, 8, 0, 32768)
+    assert more == pytest.approx(4 * target.held(32768) / 3.35e12)
+
+
 def test_experts_that_a_pass_reads() -> None:
     """Each token passes 2 of 4 experts, all pairs alike: the mean over all choices of three tokens."""
     pairs = list(itertools.combinations(range(4), 2))
