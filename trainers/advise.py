@@ -200,6 +200,7 @@ def reasons(config: dict[str, Any], best: Sequence[Choice], target: Model, known
     weights = target.dense + target.experts + target.table
     room = gpus * gpu.memory * 0.9 - weights
     fits = max(room, 0.0) / held if (held := target.held(config["context"])) else float("inf")
+    about = f"room for about {fits:,.0f} sequence{'s' * (round(fits) != 1)} of {config['context']:,} tokens"
     pays = [c for c in best if c.speedup[1] >= WORTH]
     loads = ", ".join(str(c.sequences) for c in pays)
     yield "load: sequences at a time; tokens: of a round; verify, draft: of a round, in plain passes of the same load; a round also costs "\
@@ -214,7 +215,7 @@ def reasons(config: dict[str, Any], best: Sequence[Choice], target: Model, known
             f", {pays[-1].guesses} at {pays[-1].sequences}" if len(pays) > 1 else ""
         )
     if room > 0 and (beyond := [str(c.sequences) for c in best if c.sequences > fits]):
-        yield f"  but memory has room for about {fits:,.0f} sequences of {config['context']:,} tokens, not for {', '.join(beyond)}"
+        yield f"  but memory has {about}, not for {', '.join(beyond)}"
     if lost := [c for c in best if c not in pays]:
         dear = any(c.verify > 1.5 for c in lost)
         why = "too few guesses are accepted for what drafting costs"
@@ -229,7 +230,7 @@ def reasons(config: dict[str, Any], best: Sequence[Choice], target: Model, known
     own = "" if config["report"] is None else " (done)"
     yield f"  guesses by task: more where what was read is repeated (code, summaries), fewer in chats; report on your own prompts{own}"
     yield f"  batch: verifying costs {', '.join(f'{c.verify:.2f} at {c.sequences}' for c in best)} plain passes"
-    state = f"room for about {fits:,.0f} sequences of {config['context']:,} tokens" if room > 0 else "the target alone does not fit"
+    state = about if room > 0 else "the target alone does not fit"
     yield f"  memory: the target's weights take {weights / 1e9:.0f} of {gpus * gpu.memory / 1e9:.0f} GB: {state}"
     if config["report"] is None:
         yield f"  where the acceptance is from: {source}; yours will differ: report=DIR takes a measured one"

@@ -114,6 +114,8 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert "first: the weights do not fit into 1 x h100: give gpus=N" in said and "take 141 of 80 GB" in said
     advise.advise(CONF | {"sequences": [1, 512]})
     assert "but memory has room for about" in (said := capsys.readouterr().out) and "not for 512" in said
+    advise.advise(CONF | {"sequences": [2], "context": 400_000})
+    assert capsys.readouterr().out.count("room for about 1 sequence of 400,000 tokens") == 2
 
 
 def test_what_is_said(capsys: pytest.CaptureFixture[str]) -> None:
