@@ -94,13 +94,13 @@ class Answer:
         """
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, best in zip(piece.tokens, piece.best, strict=True):
-            text = self._text(token)
-            found["tokens"].append(text)
+            found["tokens"].append(name_of_token(self.tokenizer, token))
             found["token_logprobs"].append(None if best is None else finite(best[0]))
-            told = None if best is None else {self._text(t): finite(p) for t, p in reversed([(token, best[0]), *best[1]])}
-            found["top_logprobs"].append(told)
+            likeliest = [] if best is None else reversed([(token, best[0]), *best[1]])
+            told = {name_of_token(self.tokenizer, t): finite(p) for t, p in likeliest}
+            found["top_logprobs"].append(None if best is None else told)
             found["text_offset"].append(self.offset)
-            self.offset += len(text)
+            self.offset += len(self._text(token))
         return found
 
     def _of_chat(self, piece: Piece) -> dict[str, Any]:
@@ -151,6 +151,14 @@ def bytes_of(tokenizer: Any, token: int) -> list[int] | None:
         return [int(byte[1], 16)]
     letters = {letter: byte for byte, letter in bytes_to_unicode().items()}  # of byte-level vocabularies
     return [letters[c] for c in piece] if letters.keys() >= set(piece) else None
+
+
+def name_of_token(tokenizer: Any, token: int) -> str:
+    """The token's text, or, of a token that is a part of a character, its bytes, as OpenAI names it: else many would have one name."""
+    text = text_of_token(tokenizer, token)
+    if HALF not in text or (raw := bytes_of(tokenizer, token)) is None:
+        return text
+    return "bytes:" + bytes(raw).decode(errors="backslashreplace")
 
 
 def usage(asked: Asked, answers: list[Answer]) -> dict[str, Any]:

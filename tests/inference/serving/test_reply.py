@@ -37,6 +37,20 @@ def test_a_tokens_own_text_and_bytes() -> None:
     assert reply.finite(float("-inf")) == -9999.0 and reply.finite(-1.5) == -1.5
 
 
+def named(token: int) -> str:
+    """As OpenAI names a token: tokens that are a byte of a longer character by that."""
+    at = token - len(speech.SPECIAL)
+    raw = speech.CHARACTERS.encode()
+    return f"bytes:\\x{raw[at]:02x}" if 0 <= at < len(raw) else str(tokenizer().decode([token]))
+
+
+def test_every_token_has_a_name_of_its_own() -> None:
+    """Those of part of a character too: in ``top_logprobs`` one overwrote the other."""
+    for made in (tokenizer(), speech.spaced()):
+        assert len({reply.name_of_token(made, token) for token in range(len(made))}) == len(made)
+    assert [reply.name_of_token(tokenizer(), token) for token in range(96)] == [named(token) for token in range(96)]
+
+
 def test_a_token_is_decoded_once_however_often_it_is_told() -> None:
     speech, read = tokenizer(), list[int]()
 
@@ -58,14 +72,12 @@ async def test_log_probabilities_have_openais_form() -> None:
     async with client() as it:
         for count in (0, 3):
             whole = (await ask(it, greedy(0, logprobs=count)))["logprobs"]
-            assert whole["tokens"] == [tokenizer().decode([token]) for token in said]
+            assert whole["tokens"] == [named(token) for token in said]
             assert whole["token_logprobs"] == pytest.approx(truth.max(-1).values.tolist(), abs=1e-4)
             for likeliest, p_V in zip(whole["top_logprobs"], truth, strict=True):
                 values, tokens = p_V.topk(max(count, 1))
-                assert likeliest == pytest.approx(
-                    {tokenizer().decode([int(t)]): float(v) for v, t in zip(values, tokens, strict=True)}, abs=1e-4
-                )
-            assert whole["text_offset"] == [len("".join(whole["tokens"][:i])) for i in range(NEW)]
+                assert likeliest == pytest.approx({named(int(t)): float(v) for v, t in zip(values, tokens, strict=True)}, abs=1e-4)
+            assert whole["text_offset"] == [sum(len(tokenizer().decode([t])) for t in said[:i]) for i in range(NEW)]
             parts = [p for p in (await ask(it, greedy(0, logprobs=count, stream=True)))["logprobs"] if p]
             assert {key: [x for p in parts for x in p[key]] for key in whole} == whole and len(parts) > 1
         other = await ask(it, greedy(0, logprobs=2, temperature=1.0, seed=3))
