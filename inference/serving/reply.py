@@ -34,7 +34,8 @@ class Answer:
         prompt, self.splitter = asked.prompts[index // asked.n], Splitter(asked.marks, asked.begun)
         self.reader, self.thinker = Reader(tokenizer, prompt, asked.stops, asked.min_tokens), Reader(tokenizer, prompt)
         self.text, self.thought, self.tokens, self.best = "", "", list[int](), list[Best | None]()
-        self.ended, self.begun, self.offset = "", False, 0
+        self.ended, self.begun = "", False
+        self.place, self.offset = Reader(tokenizer, () if asked.echo else prompt), 0  # where a completion's next token begins
         self.echoed: int | None = None if asked.echo else 0  # tokens of the prompt that are told; None: those that are still to be
 
     def take(self, tokens: list[int], ended: str, best: list[Best], prompt: Sequence[Best] = ()) -> Piece:
@@ -89,8 +90,8 @@ class Answer:
         return {"index": self.index} | said | shown | {"logprobs": found, "finish_reason": self.ended or None}
 
     def _of_completion(self, piece: Piece) -> dict[str, Any]:
-        """A completion's log-probabilities: parallel lists. ``text_offset`` counts the characters of the tokens' texts from the answer's
-        beginning.
+        """A completion's log-probabilities: parallel lists. ``text_offset`` is where in the text a token begins; parts of a character begin
+        where it does, special tokens, which have no text, where the next one does.
         """
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, best in zip(piece.tokens, piece.best, strict=True):
@@ -100,7 +101,7 @@ class Answer:
             told = {name_of_token(self.tokenizer, t): finite(p) for t, p in likeliest}
             found["top_logprobs"].append(None if best is None else told)
             found["text_offset"].append(self.offset)
-            self.offset += len(self._text(token))
+            self.offset += len(self.place.push([token]))
         return found
 
     def _of_chat(self, piece: Piece) -> dict[str, Any]:
@@ -108,16 +109,13 @@ class Answer:
         count = len(piece.tokens) - (self.ended == "stop" and not self.reader.stopped)
 
         def entry(token: int, p: float) -> dict[str, Any]:
-            return {"token": self._text(token), "logprob": finite(p), "bytes": bytes_of(self.tokenizer, token)}
+            return {"token": text_of_token(self.tokenizer, token), "logprob": finite(p), "bytes": bytes_of(self.tokenizer, token)}
 
         content = [
             entry(token, said) | {"top_logprobs": [entry(t, p) for t, p in likeliest]}
             for token, (said, likeliest) in zip(piece.tokens[:count], filter(None, piece.best[:count]), strict=True)
         ]
         return {"content": content, "refusal": None}
-
-    def _text(self, token: int) -> str:
-        return text_of_token(self.tokenizer, token)
 
 
 def message_of(piece: Piece) -> dict[str, str]:

@@ -77,7 +77,7 @@ async def test_log_probabilities_have_openais_form() -> None:
             for likeliest, p_V in zip(whole["top_logprobs"], truth, strict=True):
                 values, tokens = p_V.topk(max(count, 1))
                 assert likeliest == pytest.approx({named(int(t)): float(v) for v, t in zip(values, tokens, strict=True)}, abs=1e-4)
-            assert whole["text_offset"] == [sum(len(tokenizer().decode([t])) for t in said[:i]) for i in range(NEW)]
+            assert whole["text_offset"] == [len(text_of(said[:i]).rstrip(HALF)) for i in range(NEW)]
             parts = [p for p in (await ask(it, greedy(0, logprobs=count, stream=True)))["logprobs"] if p]
             assert {key: [x for p in parts for x in p[key]] for key in whole} == whole and len(parts) > 1
         other = await ask(it, greedy(0, logprobs=2, temperature=1.0, seed=3))
@@ -129,6 +129,7 @@ async def test_a_prompt_that_is_echoed_is_scored(monkeypatch: pytest.MonkeyPatch
             first, *others = found["token_logprobs"]
             assert first is None and others == pytest.approx(of_each[: len(prompt) - 1 + new], abs=1e-4)
             assert len(found["tokens"]) == len(found["top_logprobs"]) == len(prompt) + new and found["top_logprobs"][0] is None
+            assert found["text_offset"] == [len(text_of([*prompt, *said][:i]).rstrip(HALF)) for i in range(len(prompt) + new)]
             for likeliest, p_V in zip(found["top_logprobs"][1:], truth, strict=False):
                 assert not count or max(likeliest.values()) == pytest.approx(float(p_V.max()), abs=1e-4)
                 assert count <= len(likeliest) <= count + 1 or not count
