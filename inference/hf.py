@@ -124,7 +124,7 @@ def speculate(drafter: Guesser, *, policy: Policy = None, tokenizer: Any = None,
                 streamer.end()
         last = max(sequence.end or sequence.count for sequence in growing)
         said = [sequence.new(last if sequence.goes_on else sequence.end) for sequence in growing]
-        sequences = torch.cat([input_ids, _padded(said, generation_config.pad_token_id, ends.stop).to(input_ids.device)], 1)
+        sequences = torch.cat([input_ids, _padded(said, generation_config._pad_token_tensor).to(input_ids.device)], 1)
         if not generation_config.return_dict_in_generate:
             return sequences
         from transformers.generation import GenerateDecoderOnlyOutput
@@ -274,13 +274,12 @@ def _together(decoder: Decoder, prompts: list[list[int]], growing: list[_Growing
             engine.step()
 
 
-def _padded(said: list[list[int]], pad: int | None, stop: list[int]) -> Tensor:
-    """The new tokens as one tensor [B, longest], padded on the right; without ``pad`` by the first stop token, as in transformers.
+def _padded(said: list[list[int]], pad: Tensor | None) -> Tensor:
+    """The new tokens as one tensor [B, longest], padded on the right. ``pad``: the config's own, or its first end, as transformers has it.
 
     Raises UserError where padding is needed and there is neither.
     """
-    longest = max(map(len, said))
-    pad = stop[0] if pad is None and stop else pad
-    if pad is None and any(len(row) < longest for row in said):
+    longest, fill = max(map(len, said)), [] if pad is None else [int(pad)]
+    if not fill and any(len(row) < longest for row in said):
         raise UserError("the sequences end at different lengths: give pad_token_id")
-    return torch.tensor([row + [pad] * (longest - len(row)) for row in said], dtype=torch.int64)
+    return torch.tensor([row + fill * (longest - len(row)) for row in said], dtype=torch.int64)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import BatchEncoding, GenerationConfig, TextStreamer
-from transformers.generation.stopping_criteria import StopStringCriteria
+from transformers.generation.stopping_criteria import EosTokenCriteria, StoppingCriteriaList, StopStringCriteria
 
 from headstart.heads import hub
 from headstart.heads.base import Roots
@@ -97,6 +97,20 @@ def test_lengths_and_defaults_are_transformers_own() -> None:
     ids = inputs["input_ids"][:2, -9:]
     expected = model.generate(ids, max_new_tokens=NEW, eos_token_id=some_ends(), pad_token_id=None)
     assert torch.equal(generate(model, drafter, ids, max_new_tokens=NEW, eos_token_id=some_ends(), pad_token_id=None), expected)
+
+
+def test_ends_of_ones_own_are_padded_as_transformers_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the config's own pad or end, not by the token that the criterion looks for."""
+    monkeypatch.setattr(target_of().model.generation_config, "pad_token_id", None)
+    model, drafter, ids, own = target_of().model, trained("eagle"), torch.tensor([p[-9:] for p in (PROMPTS[0], PROMPTS[1])]), some_ends()
+    said = model.generate(ids, max_new_tokens=NEW)[:, 9:].tolist()
+    end = next(token for token in said[0][:-1] if token not in said[1])  # ends one of the two early
+    for how in ({"eos_token_id": 5}, {"eos_token_id": [5, 6]}, {"eos_token_id": own, "pad_token_id": 7}, {"pad_token_id": 7}):
+        how |= {"stopping_criteria": StoppingCriteriaList([EosTokenCriteria(end)])}
+        expected = model.generate(ids, max_new_tokens=NEW, **how)
+        assert all(torch.equal(found, expected) for found in both_doors(model, drafter, {"input_ids": ids}, max_new_tokens=NEW, **how)), how
+    with pytest.raises(UserError, match="end at different lengths: give pad_token_id"):
+        generate(model, drafter, ids, max_new_tokens=NEW, stopping_criteria=StoppingCriteriaList([EosTokenCriteria(end)]))
 
 
 def test_a_dictionary_where_one_is_asked_for() -> None:
