@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,12 @@ def write(results: Results, questions: Sequence[Question], folder: Path, depth: 
     """Write evaluate.json, evaluate.html and Spec-Bench's files from the results. ``known``: keys of evaluate.json that hold for all
     rows. Returns the content of evaluate.json.
     """
-    first = next(iter(results.lines))[:2]  # counted once, for plain decoding: other settings cut hardly any other prompts
-    every = [line.made[PLAIN] for key, line in results.lines.items() if key[:2] == first]
+    measured = Counter[tuple[int, float]]()
+    for key in results.lines:
+        measured[key[:2]] += len(key.questions)
+    # counted once, for plain decoding, where most questions were measured: other settings cut hardly any other prompts
+    fullest = max(measured, key=lambda kind: measured[kind])
+    every = [line.made[PLAIN] for key, line in results.lines.items() if key[:2] == fullest]
     found = {
         "version": 1, **known, "prompts": len(questions), "turns": sum(len(q.turns) for q in questions),
         "cut": sum(each["cut"] for each in every), "left_out": sum(each["left_out"] for each in every),

@@ -21,8 +21,8 @@ from headstart.inference.decoding.target import Target
 from headstart.inference.proposers.ngram import Ngram
 from headstart.inference.reports import evaluate as module
 from headstart.inference.reports import progress
-from headstart.inference.reports.evaluate import ALL, How, Question, Words, evaluate, figures, lossless
-from headstart.inference.reports.evaluation import evaluation_page, write
+from headstart.inference.reports.evaluate import ALL, How, Question, Words, evaluate, figures, lossless, units
+from headstart.inference.reports.evaluation import evaluation_page, sentences, write
 from headstart.inference.reports.figures import repetition, too_much
 from headstart.inference.reports.generate import LOOKUP, assistant_of, hf_generate
 from headstart.inference.reports.results import NAME, Results
@@ -140,6 +140,19 @@ def test_what_becomes_too_long_loses_its_beginning_or_ends(tmp_path: Path) -> No
     found, longest = suite.fitting([*ASKED, *long], words(), TARGET(), NEW, "skip", "FILE")
     sizes = [len(tokenizer()("\n\n".join(q.turns))["input_ids"]) + len(q.turns) * NEW for q in ASKED]
     assert found == ASKED and longest == max(sizes)
+
+
+@pytest.mark.parametrize("order", [(4, 1), (1, 4)])
+def test_what_was_cut_is_counted_where_all_was_measured(order: tuple[int, int], tmp_path: Path) -> None:
+    """Of six prompts the last two are cut, which four at once leave over."""
+    kept, asked = Results(tmp_path, {}), [Question(i, "a", "a", ["t"]) for i in range(6)]
+    for unit in units(asked, how(sequences=order, temperatures=(0.0,))):
+        talks = [[{"text": "a", "tokens": [1, 2, 3], "emitted": [1, 1], "prompt": [5]}] for _ in unit.questions]
+        made = {"seconds": [1.0], "talks": talks, "cut": sum(i >= 4 for i in unit.questions), "left_out": 0}
+        kept.add(unit, "a", {PLAIN: made}, {})
+    found = write(kept, asked, tmp_path, 2, KNOWN)
+    assert (found["cut"], found["left_out"]) == (2, 0)
+    assert any(line.startswith("2 prompts lost their beginning, 0 later turns") for line in sentences(found))
 
 
 def test_a_talk_that_would_cross_the_turn_of_a_longrope_target_is_cut_or_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
