@@ -15,7 +15,7 @@ from headstart.inference.decoding.decode import check_prompt
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.serving.fields import Refused, check_fields, short, take
-from headstart.inference.serving.text import BadRow, asking, conversation, end_ids, ids, template_of
+from headstart.inference.serving.text import BadRow, asking, conversation, ids, template_of
 from headstart.inference.serving.thoughts import THOUGHTS, Marks, begun, marks_of
 
 COMPLETION_TOKENS = 16  # OpenAI's default; an answer in a chat may fill the context
@@ -131,8 +131,8 @@ def stops_of(given: Any) -> list[str]:
 
 
 def stop_ids_of(body: dict[str, Any], target: Target) -> list[int]:
-    """The tokens that end an answer: ``end_ids``, unless they are to be ignored, and those that are asked for. Raises Refused."""
-    own = [] if take(body, "ignore_eos", bool, False) else end_ids(target)
+    """The tokens that end an answer: those of the target, unless they are to be ignored, and those that are asked for. Raises Refused."""
+    own = [] if take(body, "ignore_eos", bool, False) else list(target.stop_ids)
     given, vocab_size = take(body, "stop_token_ids", list, []), target.shape.vocab_size
     if not all(type(token) is int and 0 <= token < vocab_size for token in given):
         raise Refused(f"stop_token_ids must be tokens of the vocabulary, 0 to {vocab_size - 1}", "stop_token_ids")

@@ -8,7 +8,6 @@ from contextlib import suppress
 from typing import Any
 
 from headstart.heads.errors import UserError, first_line
-from headstart.inference.decoding.target import Target
 from headstart.inference.serving.thoughts import BEGUN
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool"}
@@ -167,11 +166,6 @@ def asking(tokenizer: Any, messages: Messages, variables: Mapping[str, Any] | No
 
 
 # ---- out of tokens ----
-
-
-def end_ids(target: Target) -> list[int]:
-    """The tokens that end an answer, as a list."""
-    return list(target.stop_ids)
 
 
 class Reader:
