@@ -40,12 +40,17 @@ class Folder:
 
     def sizes(self) -> dict[str, int]:
         """The size in bytes of each file in it, or {} if the folder does not exist. Raises UserError if it cannot be listed."""
+        found: dict[str, int] = {}
         try:
-            return {path.name: path.stat().st_size for path in self.path.iterdir() if path.is_file()}
+            for path in self.path.iterdir():
+                with suppress(FileNotFoundError):  # another process has just removed or renamed it: the folder is still there
+                    if path.is_file():
+                        found[path.name] = path.stat().st_size
         except (FileNotFoundError, NotADirectoryError):
             return {}
         except OSError as e:
             raise UserError(f"{self} cannot be read ({e.strerror})") from e
+        return found
 
     def size(self, name: str) -> int | None:
         """The size in bytes of one file, or None if it does not exist. For a URL, raises UserError if it cannot be read."""

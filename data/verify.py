@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -36,8 +37,8 @@ def verify(place: str | Path, drop: bool = False) -> None:
         raise UserError(f"{folder}: {len(wrong)} of {files_in_all(index)} files are damaged or missing: {how}")
 
 
-def damage(folder: Folder, index: Index) -> dict[str, str]:
-    """What is wrong with each damaged or missing file: name -> reason."""
+def damage(folder: Folder, index: Index, numbers: Sequence[int] | None = None) -> dict[str, str]:
+    """What is wrong with each damaged or missing file (among ``numbers``): name -> reason."""
     files, sizes = files_of(index), folder.sizes()
 
     def look(number: int) -> str | None:
@@ -50,7 +51,7 @@ def damage(folder: Folder, index: Index) -> dict[str, str]:
             return str(e).removeprefix(f"{folder.of(files[number]['name'])}: ").removesuffix(f": {anew(folder)}")
         return None
 
-    numbers = range(files_in_all(index))
+    numbers = range(files_in_all(index)) if numbers is None else numbers
     with ThreadPoolExecutor(THREADS) as pool:
         found = list(track(pool.map(look, numbers), description="verify", total=len(numbers)))
     return {name_of(index, number): why for number, why in zip(numbers, found, strict=True) if why is not None}
@@ -63,8 +64,8 @@ def _drop(folder: Folder, damaged: list[File]) -> None:
     """
     with folder.alone("path"):
         index = indexes.read(folder)  # again: a capture may have written files while those here were checked
-        kept = {number: file for number, file in files_of(index).items() if file not in damaged}
-        gone = [file["name"] for file in index["files"] if file in damaged]
+        gone = damage(folder, index, [number for number, file in files_of(index).items() if file in damaged])  # again, as nobody writes now
+        kept = {number: file for number, file in files_of(index).items() if file["name"] not in gone}
         try:
             indexes.put_index(folder, indexes.NAME, index, kept)
         except OSError as e:

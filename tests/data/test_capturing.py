@@ -242,6 +242,7 @@ def test_what_is_written_while_files_are_checked_is_kept(whole, tmp_path, monkey
     check = verification.damage
 
     def meanwhile(*about):
+        monkeypatch.undo()  # what is damaged is looked at once more, under the lock
         found = check(*about)
         captured(tmp_path, 1, 2)
         return found
@@ -252,6 +253,38 @@ def test_what_is_written_while_files_are_checked_is_kept(whole, tmp_path, monkey
     target = FakeTarget()
     captured(tmp_path, target=target)
     assert content(tmp_path) == content(whole) and target.passes == 2, "only the damaged shard is read again"
+
+
+def test_what_is_found_whole_under_the_lock_is_kept(whole, tmp_path, monkeypatch):
+    """A disk that is busy may refuse a file once."""
+    captured(tmp_path)
+    before, check = content(tmp_path), verification.damage
+
+    def refused_once(*about):
+        monkeypatch.undo()
+        return check(*about) | {"shard-00000.safetensors": "not a safetensors file"}
+
+    monkeypatch.setattr(verification, "damage", refused_once)
+    with pytest.raises(UserError):
+        verify(tmp_path, drop=True)
+    assert before.items() <= content(tmp_path).items()
+
+
+def test_a_file_that_goes_while_a_folder_is_listed_takes_no_other_with_it(tmp_path, monkeypatch):
+    """Its name is gone between two questions; the folder is not."""
+    captured(tmp_path)
+    before, is_file = open_folder(tmp_path).sizes(), Path.is_file
+    (tmp_path / "row-0.safetensors").write_bytes(b"written, and merged")
+
+    def then_gone(path):
+        found = is_file(path)
+        if path.name == "row-0.safetensors":
+            path.unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(Path, "is_file", then_gone)
+    assert open_folder(tmp_path).sizes() == before
+    assert open_folder(tmp_path / "nowhere").sizes() == {} and open_folder(tmp_path / "index.json").sizes() == {}
 
 
 def test_what_says_that_a_file_is_missing_says_how_it_is_written_again(whole, tmp_path):
