@@ -34,7 +34,7 @@ from headstart.heads.files import cache_folder, put, put_folder, put_text, seale
 from headstart.heads.parent import forks_end_with_it
 from headstart.heads.stored import LARGEST_INDEX, read_json
 
-VERSION = 3  # raise it when the same rows give other documents than before
+VERSION = 4  # raise it when the same rows give other documents than before
 MAPPED = 1 << 28  # bytes: a process releases its mapped pages after reading about so many
 AROUND = 1 << 20  # bytes: an estimate of what Linux maps additionally for a document, since it maps large pages of its cache whole
 BATCH = 256  # rows that a process tokenises at a time

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from headstart.inference.serving.text import BadRow, Messages, conversation, text_of
+from headstart.inference.serving.text import BadRow, Messages, conversation, text_of, with_system
 from headstart.inference.serving.thoughts import THOUGHTS
 
 DEEPEST = 64  # levels of tools and arguments: templates and checks go through them by recursion
@@ -74,12 +74,13 @@ def columns_of(row: dict[str, Any]) -> str:
 
 
 def talk_of(row: dict[str, Any], columns: Sequence[str] = ()) -> tuple[Messages, list[Any] | None]:
-    """The messages of a row, and the tools that the assistant may call in it (None: no tools).
+    """The messages of a row, and the tools that the assistant may call in it (None: no tools). A message that is not to be learnt has
+    OpenAI's ``weight`` 0.
 
     Raises BadRow for a malformed conversation, tool or tool call.
     """
     row = in_columns(row, columns)
-    given = row.get("messages") or row.get("conversations")
+    given = with_system(row)
     tools = _object(row.get("tools"), "tools") or None
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise BadRow("tools are no list of objects")
@@ -94,6 +95,9 @@ def talk_of(row: dict[str, Any], columns: Sequence[str] = ()) -> tuple[Messages,
         more: dict[str, Any] = {"tool_calls": call} if call else {}
         if message["role"] == "assistant" and (thought := next((text_of(said[key]) for key in THOUGHTS if said.get(key)), "").strip()):
             more["reasoning_content"] = thought
+        if (weight := said.get("weight")) not in (None, 0, 1):
+            raise BadRow(f"the weight of a message is 0 or 1, found {weight!r:.60}")
+        more |= {"weight": 0} if message["role"] == "assistant" and weight == 0 else {}
         more |= {key: said[key] for key in ("name", "tool_call_id") if message["role"] == "tool" and isinstance(said.get(key), str)}
         message |= more
     return messages, tools

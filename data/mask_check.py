@@ -43,7 +43,7 @@ def _fault(tokenizer: Any, messages: Messages, document: Document, last: bool) -
     said, whole = _said(tokenizer, document), _squeeze(tokenizer.decode(document.tokens.tolist()))
     contents, own, since = [_squeeze(message["content"]) for message in messages], list[str](), last_question(messages) if last else -1
     for i, message in enumerate(messages):
-        if message["role"] != "assistant" or i < since:
+        if message["role"] != "assistant" or i < since or message.get("weight") == 0:
             continue
         calls = [call["function"] for call in message.get("tool_calls") or ()]
         if not all(any(_squeeze(call["name"]) in run for run in said) for call in calls):

@@ -72,12 +72,20 @@ class Template:
             if needed and word not in self.text:
                 raise BadRow(f"the chat template writes no {word.replace('_', ' ')}")
         since = last_question(messages) + 1 if self.last else 0
-        said = sum(map(_says, messages[since:]))
+        learnt = [message.get("weight") != 0 for message in messages[since:] if _says(message)]
+        said = any(learnt)
         messages = [self._thinking(message) for message in messages]
         how = (self.tokenizer, messages, tools)
         if said and self.tagged:
             text, spans = _tagged(*how, self.text)
-            return Talk(messages, text, spans[-said:] if self.last else spans)
+            spans = spans[-len(learnt) :] if self.last else spans
+            if not all(learnt):
+                if len(spans) != len(learnt):
+                    raise BadRow(
+                        "a message has weight 0, and the template's {% generation %} tags do not show which text is that message's"
+                    )
+                spans = [span for span, learn in zip(spans, learnt, strict=True) if learn]
+            return Talk(messages, text, spans)
         text, spans = _untagged(*how, self.added, since) if said else ("", [])
         if not spans:
             raise BadRow("the last question has no answer" if self.last else "the assistant says nothing in it")
@@ -127,7 +135,8 @@ def answer_of(content: str) -> str:
 
 
 def _untagged(tokenizer: Any, messages: Messages, tools: Tools, added: tuple[str, ...], first: int = 0) -> tuple[str, Spans]:
-    """The rendered text and the assistant's spans, for a template without tags. Messages before index ``first`` get no span.
+    """The rendered text and the assistant's spans, for a template without tags. Messages before index ``first`` get no span, nor
+    do those of weight 0.
 
     The conversation is rendered up to each answer, once with the generation prompt and once with the answer. The difference is the answer.
     Some templates render a turn differently once more messages follow (without its thinking, or with another end). Such a turn is
@@ -164,7 +173,7 @@ def _untagged(tokenizer: Any, messages: Messages, tools: Tools, added: tuple[str
                 "more follow. Add {% generation %} tags to it (data.template=FILE), or take the thinking out of the conversations"
             )
         passed = place[1]
-        if i >= first:
+        if i >= first and message.get("weight") != 0:
             # The target stops at its end-of-turn token. The template writes the white space after it, so the span leaves that out.
             spans.append((place[0], place[0] + len(full[slice(*place)].rstrip())))
     return full, spans

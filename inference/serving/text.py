@@ -51,7 +51,7 @@ def conversation(row: dict[str, Any]) -> Messages:
     """The messages of ``{"messages": [{"role", "content"}]}`` or ShareGPT's ``{"conversations": [{"from", "value"}]}``, in the first form.
     Raises BadRow for anything else.
     """
-    messages = row.get("messages") or row.get("conversations")
+    messages = with_system(row)
     if not isinstance(messages, list) or not messages:
         raise BadRow('not a conversation: no list "messages" or "conversations"')
     if row.get("tools"):
@@ -69,6 +69,18 @@ def conversation(row: dict[str, Any]) -> Messages:
         content = message.get("content")
         found.append({"role": names[role], "content": text_of(message.get("value") if content is None else content)})
     return found
+
+
+def with_system(row: dict[str, Any]) -> Any:
+    """The ``messages`` or ``conversations`` of a row, with the text of its ``system`` in front, where LLaMA-Factory's files keep the system
+    prompt. Messages that begin with one of their own are returned as they are.
+    """
+    messages, system = row.get("messages") or row.get("conversations"), row.get("system")
+    if not (isinstance(system, str) and system.strip() and isinstance(messages, list) and messages):
+        return messages
+    first = messages[0]
+    own = isinstance(first, dict) and (first.get("role") or first.get("from")) in ("system", "developer")
+    return messages if own else [{"role": "system", "content": system}, *messages]
 
 
 def template_of(tokenizer: Any) -> str:

@@ -17,7 +17,7 @@ from headstart.data.masks import Template
 from headstart.data.reader import in_memory
 from headstart.data.source import CONF, open_source
 from headstart.heads.errors import UserError
-from headstart.inference.serving.text import BadRow
+from headstart.inference.serving.text import BadRow, conversation
 from tests.data.conftest import write
 from tests.inference.serving.speech import tokenizer
 
@@ -49,6 +49,49 @@ def test_columns() -> None:
         assert talk_of(row, columns) == (TALK, None)
     with pytest.raises(BadRow, match=r"no column 'chosen', it has 'messages': data\.columns=\[\.\.\.\] says which"):
         talk_of({"messages": TALK}, ("chosen",))
+
+
+def test_a_system_prompt_beside_the_messages_stands_in_front_of_them() -> None:
+    """As LLaMA-Factory's files have it."""
+    prompt, sharegpt = {"role": "system", "content": "Be brief."}, [{"from": "human", "value": "One?"}, {"from": "gpt", "value": "1"}]
+    for row, columns in (
+        ({"system": "Be brief.", "messages": TALK}, ()),
+        ({"system": "Be brief.", "conversations": sharegpt}, ()),
+        ({"system": "Be brief.", "instruction": "One?", "output": "1"}, ("instruction", "output")),
+        ({"system": "Be long.", "messages": [prompt, *TALK]}, ()),
+    ):
+        assert talk_of(row, columns) == ([prompt, *TALK], None)
+    assert conversation({"system": "Be brief.", "conversations": sharegpt}) == [prompt, *TALK], "what regenerate asks"
+    for nothing in (None, "", " \n", ["Be brief."]):
+        assert talk_of({"system": nothing, "messages": TALK}) == (TALK, None)
+
+
+@pytest.mark.parametrize("template", ["prefixes", "tagged"])
+@pytest.mark.parametrize("turns", [None, "last"])
+def test_an_answer_of_weight_0_is_read_and_not_learnt(template: str, turns: str | None, tmp_path: Path) -> None:
+    speech = tokenizer(None, size=400)
+    speech.chat_template = {"prefixes": PREFIXES, "tagged": TAGGED}[template]
+    bad = {"role": "assistant", "content": "an answer that nobody wants", "weight": 0}
+    talk = [TALK[0], bad, {"role": "user", "content": "Two?"}, {"role": "assistant", "content": "2", "weight": 1}, TALK[1]]
+    path = write(tmp_path / "weights.jsonl", [{"messages": talk}, {"messages": [*talk[:4], bad]}])
+    for document, said in zip(
+        in_memory(chat.Reader(speech, turns=turns), str(path), "", "", None), ("2<end>1<end>", "2<end>"), strict=True
+    ):
+        assert speech.decode(document.tokens[document.loss_mask].tolist()) == said
+        assert bad["content"] in speech.decode(document.tokens.tolist())
+    with pytest.raises(BadRow, match=r"the assistant says nothing in it|the last question has no answer"):
+        Template(speech, last=turns == "last").talk(*talk_of({"messages": talk[:2]}))
+    with pytest.raises(BadRow, match=r"the weight of a message is 0 or 1, found 0\.5"):
+        talk_of({"messages": [TALK[0], {**bad, "weight": 0.5}]})
+
+
+def test_tags_that_do_not_tell_messages_apart_refuse_a_weight() -> None:
+    speech = tokenizer(None, size=400)
+    speech.chat_template = TAGGED.replace(
+        "{{ '<end>' }}{% endgeneration %}", "{% endgeneration %}{% generation %}{{ '<end>' }}{% endgeneration %}"
+    )
+    with pytest.raises(BadRow, match=r"a message has weight 0, and the template's \{% generation %\} tags do not show"):
+        Template(speech).talk([*TALK, {**TALK[1], "weight": 0}])
 
 
 def test_tools_and_their_calls() -> None:
