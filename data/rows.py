@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from headstart.heads.errors import UserError, first_line
+from headstart.inference.decoding.placement import is_main
 from headstart.inference.serving.text import BadRow
 
 log = logging.getLogger(__name__)
@@ -287,8 +288,8 @@ def left_out(source: str, count: int, of: int, first: list[str]) -> str:
 
 
 def tell(notes: list[str]) -> None:
-    """Log the notes about dropped rows and skipped files."""
-    for note in notes:
+    """Log the notes about dropped rows and skipped files, in one of several processes."""
+    for note in notes if is_main() else ():
         log.warning("%s", note)
 
 

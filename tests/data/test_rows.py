@@ -15,7 +15,7 @@ import pytest
 from headstart.data import rows as rows_module
 from headstart.data.prompts import fitting
 from headstart.data.prompts import read as read_prompts
-from headstart.data.rows import file_rows, kept, parsed, read_text, rows
+from headstart.data.rows import file_rows, kept, parsed, read_text, rows, tell
 from headstart.data.source import open_source
 from headstart.data.text import texts
 from headstart.heads.errors import UserError
@@ -200,3 +200,10 @@ def test_sharegpt_as_it_is_found(target: Any, tmp_path: Path) -> None:
     source = open_source(given, target, length=16, seed=0)
     assert source.packed is not None and source.prompts(1, 4)
     assert next(read_prompts(str(path), target.tokenizer, "prompts"))["id"] == "a_0"
+
+
+def test_one_of_several_processes_tells_of_dropped_rows(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        tell(["a.jsonl: dropped 1 of 2 rows"])
+        assert caplog.messages == ["a.jsonl: dropped 1 of 2 rows"]
