@@ -24,7 +24,7 @@ from headstart.data.live import announced
 from headstart.data.pack import NothingToLearn, check_length, pack
 from headstart.data.packed import Document, InMemory, Laid, joined
 from headstart.data.reader import Lazy, Reader
-from headstart.data.rows import Row, nothing_in, parsed, passing
+from headstart.data.rows import Row, left_out, nothing_in, parsed, passing, tell
 from headstart.data.source import Source, beginnings, observing, say
 from headstart.heads.errors import UserError
 from headstart.heads.files import put_text
@@ -32,6 +32,26 @@ from headstart.heads.stored import read_json
 from headstart.inference.decoding.target import Target
 
 BLOCK, HELD = 1024, 64  # rows of the source: in a block, and held out
+
+
+class Dropped:
+    """Counts rows that have no document, among those that were read."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.of, self.count, self.told, self.first = name, 0, 0, 0, list[str]()
+
+    def left(self, some: list[Row], reader: Reader) -> list[tuple[Row, Document]]:
+        """The rows that have one, with it. Raises UserError for a bad row, unless the reader skips them."""
+        made = list(zip(some, reader(some), strict=True))
+        why = [f"{row.where}: {reason}" for row, reason in made if isinstance(reason, str)]
+        self.of, self.count, self.first = self.of + len(made), self.count + len(why), [*self.first, *why][:3]
+        return [(row, document) for row, document in made if not isinstance(document, str)]
+
+    def tell(self, often: int = 1) -> None:
+        """Log their number, if there are at least ``often`` times as many as were told of before."""
+        if self.count >= often * max(self.told, 1):
+            tell([left_out(self.name, self.count, self.of, self.first)])
+            self.told = self.count
 
 
 class Stream:
@@ -42,9 +62,9 @@ class Stream:
         self.rows, self.reader, self.length, self.place, self.name, self.held = rows, reader, length, place, name, held
         self.of: list[Any] = []  # identifies the corpus
 
-    def block(self, some: list[Row], seed: tuple[int, ...]) -> InMemory | None:
+    def block(self, some: list[Row], seed: tuple[int, ...], dropped: Dropped) -> InMemory | None:
         """The packed rows of a block, or None if nothing can be learnt from it. Raises UserError for a bad row."""
-        documents = [made for made in self.reader(some) if not isinstance(made, str)]  # a str: why the row has none
+        documents = [document for _, document in dropped.left(some, self.reader)]
         try:
             return pack(documents, self.length, seed=int(np.random.SeedSequence(seed).generate_state(1)[0]))
         except NothingToLearn:
@@ -66,11 +86,12 @@ class Stream:
         """The packed rows of a process, one at a time, after skipping ``skip`` rows."""
         book, epoch = _Book(self.place, rank, world, self.of), 0
         while True:
-            block = rank
+            block, dropped = rank, Dropped(self.name)
             while (known := book.sizes.get(block)) is not None and skip >= known:
                 skip, block = skip - known, block + world
             for number, some in self._blocks(block, world) if block != book.end else ():
-                packed = self.block(some, (seed, epoch, number))
+                packed = self.block(some, (seed, epoch, number), dropped)
+                dropped.tell(often=10)  # an epoch may never end
                 book.add(number, 0 if packed is None else len(packed))
                 order = range(0) if packed is None else range(min(skip, len(packed)), len(packed))
                 skip -= 0 if packed is None else min(skip, len(packed))
@@ -79,6 +100,7 @@ class Stream:
                     yield packed.lay(np.array([row]))
                 block = number + world
             book.close(block)
+            dropped.tell()
             if not sum(book.sizes.values()):
                 raise UserError(f"path={self.name}: process {rank + 1} of {world} finds nothing to learn in its blocks of {BLOCK} rows: "
                                 "train without data.stream")  # fmt: skip
@@ -144,13 +166,16 @@ def open_stream(
     count, rows = HELD if own is None else 0, partial(passing, path, split, subset, limit=limit)
     place = arrow.folder_of({"streamed": [path, split, subset, limit, length, BLOCK, count], **reader.about()}, cache)
     stream = Stream(rows, reader, length, place, path, count)
-    beginning = list(islice(rows(0), HELD))
-    made = [(row, document) for row, document in zip(beginning, reader(beginning), strict=True) if not isinstance(document, str)]
+    dropped = Dropped(path)
+    made = (dropped if count else Dropped(path)).left(
+        list(islice(rows(0), HELD)), reader
+    )  # without own ones they are in the first block too
     found = [document for _, document in made]
     held = found if own is None else own
     if found:
         reader.check(found, Lazy(len(made), lambda i: reader.read(parsed(made[i][0].value))), [row.where for row, _ in made])
-    first = stream.block(list(islice(rows(count), BLOCK)), (seed, 0, 0)) if held else None
+    first = stream.block(list(islice(rows(count), BLOCK)), (seed, 0, 0), dropped) if held else None
+    dropped.tell()
     if first is None:
         raise nothing_in(path, f"{reader.what} beside the {HELD} that are held out" if count else reader.what, [])
     heldout = pack(held, length, target.shape.max_positions, seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -58,6 +59,25 @@ def test_a_bad_row_is_told_of_and_drops_no_block(given: Any, target: Any) -> Non
     given["on_bad"] = "error"
     with pytest.raises(UserError, match=r"tokens\.jsonl line 21: not tokenised"):
         tokens(opened(given, target), 20)
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_rows_that_are_dropped_are_told_of(given: Any, held_out: bool, target: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Of the rows that are held out and the first block at once, then of each epoch; and within one where they are ten times as many."""
+    path = Path(given["path"])
+    rows = path.read_text().splitlines(keepends=True)
+    if held_out:
+        own = path.with_name("own.jsonl")
+        own.write_text("".join(rows[:8]))
+        given["held_out"] = str(own)
+    for bad in (3, 10, *range(120, 140)):
+        rows[bad] = "{}\n"
+    path.write_text("".join(rows))
+    source = opened(given, target)
+    assert f"{path}: dropped 2 of {12 if held_out else 20} rows, first {path} line 4: not tokenised" in caplog.messages[0]
+    tokens(source, COUNT // 3, 5)
+    said = [re.findall(r"dropped (\d+) of (\d+) rows", message) for message in caplog.messages[1:]]
+    assert said == ([[("16", "132")], [("24", "200")]] if held_out else [[("11", "120")], [("23", "192")]])
 
 
 def test_masks_of_what_is_streamed_are_looked_at(target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
