@@ -222,11 +222,16 @@ def out_of(config_name: str, config: dict[str, Any]) -> str:
     if not arms or "head" in several:
         names.append(part(config["head"]["name"]))
     elif "arms" in settings:
-        names.append("+".join(arms))
-        names += [] if all(words == f"head={name}" for name, words in arms.items()) else [digest(json.dumps(arms))]
+        names += _of_arms(arms)
     names += [part(config["target"]["name"]), part(config["data"]["name"])]
     different = (_differ(settings, config_name, config) | {*several}) - {*NAMED}
     return f"runs/{joined([*names, *words({key: settings[key] for key in sorted(different)}, config_name)])}"
+
+
+def _of_arms(arms: dict[str, str]) -> list[str]:
+    """The words of a name for arms: what they are called, and a digest where one is more than the head it is called after."""
+    plain = all(words == f"head={name}" for name, words in arms.items())
+    return ["+".join(arms), *([] if plain else [digest(json.dumps(arms))])]
 
 
 def swept() -> list[str]:
@@ -257,8 +262,13 @@ def folder_of_all(config_name: str, arguments: Sequence[str]) -> Path:
     if "out" in settings and "out" not in several and "$" not in settings["out"]:
         return Path(settings["out"].strip("'\"")).expanduser()
     named = {key: value for key, value in settings.items() if key in several or not is_watched(key)}
-    experiment = [part(named.pop("experiment"))] if "experiment" in named and "experiment" not in several else []
-    return Path("runs") / joined(["sweep", *experiment, *words(named, config_name)])
+    names = [part(named.pop("experiment"))] if "experiment" in named and "experiment" not in several else []
+    arms = OverridesParser.create().parse_override(f"arms={settings.get('arms', 'null')}").value()
+    if isinstance(arms, dict) and "head" not in several:
+        names += _of_arms(arms)
+        if all("head=" in str(words) for words in arms.values()):
+            named.pop("head", None)
+    return Path("runs") / joined(["sweep", *names, *words(named, config_name)])
 
 
 def together(config_name: str) -> str | None:

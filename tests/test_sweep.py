@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from headstart.data import source
 from headstart.door import infer
-from headstart.door.sweep import WATCHED, is_watched, joined, part, short
+from headstart.door.sweep import WATCHED, folder_of_all, is_watched, joined, part, short
 from headstart.heads.errors import UserError
 from headstart.trainers import resume
 from tests.doors import call
@@ -241,6 +241,17 @@ def test_over_heads_and_losses_and_experiments(
     names = [row["name"] for row in json.loads(compared.read_text())["arms"]]
     assert len(names) == sum(len(config["arms"] or [""]) for config in trained)
     assert all(any(word in name for name in names) for word in ("eagle", "medusa")) or arguments == ["tracker=none,wandb"]
+
+
+def test_sweeps_over_other_arms_are_compared_in_other_folders() -> None:
+    rates = "trainer.lr=0.1,0.2"
+    arms = ["arms={a:'head=eagle',b:'head=mtp'}", "arms={a:'head=eagle',b:'head=medusa'}", "arms={a:'loss=kl',b:'loss=tv'}"]
+    found = [folder_of_all("config", [rates, *more]).name for more in ([], *([each] for each in arms), [arms[-1], "head=mtp"])]
+    assert found[0] == "sweep-lr=0.1+0.2" and len({*found}) == 5
+    spread = ["head=eagle", "arms={eagle:'head=eagle',mtp:'head=mtp'}", rates]  # of head=[eagle,mtp]
+    assert folder_of_all("config", spread).name == "sweep-eagle+mtp-lr=0.1+0.2"
+    assert folder_of_all("config", ["arms=null", "head=mtp", rates]).name == "sweep-head=mtp-lr=0.1+0.2"
+    assert folder_of_all("config", ["arms={a:'head=mtp'},{a:'head=eagle'}"]).name.startswith("sweep-arms=")
 
 
 def test_a_folder_that_is_given_holds_all_of_them(trained: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
