@@ -105,7 +105,7 @@ class Reader(reader.Reader):
 
     def about(self) -> dict[str, Any]:
         """The digests of the template and the tokenizer, and the settings that the documents depend on."""
-        template = hashlib.sha256(self.template.text.encode()).hexdigest()
+        template = hashlib.sha256(self.template.content().encode()).hexdigest()
         how = {"columns": self.columns, "last": self.template.last, "on_bad": self.on_bad}
         return {"tokenizer": tokenizer_file_sha(self.tokenizer), "template": template, **how}
 

@@ -8,6 +8,7 @@ change from day to day, and no run could be resumed.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -54,12 +55,15 @@ class Template:
 
         Raises UserError for a tokenizer without a chat template or without character offsets.
         """
-        self.tokenizer, self.last, self.text = tokenizer, last, template_of(tokenizer)
+        template_of(tokenizer)  # raises where there is none
+        self.tokenizer, self.last, self.added = tokenizer, last, tuple(tokenizer.get_added_vocab())
         if not tokenizer.is_fast:
             raise UserError("the target's tokenizer gives no character offsets: use its fast version (tokenizer.json)")
-        self.tagged, self.added = _GENERATION.search(self.text) is not None, tuple(tokenizer.get_added_vocab())
-        field = _FIELD.search(self.text)
-        self.thinks = field[1] if field else None  # None: the template reads no such field
+
+    def content(self) -> str:
+        """All that the template is: of a tokenizer that has several, as JSON."""
+        content = self.tokenizer.chat_template
+        return content if isinstance(content, str) else json.dumps(content, sort_keys=True)
 
     def talk(self, messages: Messages, tools: Tools = None) -> Talk:
         """Render a conversation and find the assistant's text in it.
@@ -67,17 +71,17 @@ class Template:
         Raises BadRow if the template refuses the conversation, ignores its tools or tool calls, or does not show where the assistant's
         text begins and ends. Also raises BadRow if there is no answer to supervise.
         """
-        called = any(message.get("tool_calls") for message in messages)
+        called, template = any(message.get("tool_calls") for message in messages), template_of(self.tokenizer, tools or None)
         for word, needed in (("tools", tools), ("tool_calls", called)):
-            if needed and word not in self.text:
+            if needed and word not in template:
                 raise BadRow(f"the chat template writes no {word.replace('_', ' ')}")
         since = last_question(messages) + 1 if self.last else 0
         learnt = [message.get("weight") != 0 for message in messages[since:] if _says(message)]
         said = any(learnt)
-        messages = [self._thinking(message) for message in messages]
+        messages = [_thinking(message, template) for message in messages]
         how = (self.tokenizer, messages, tools)
-        if said and self.tagged:
-            text, spans = _tagged(*how, self.text)
+        if said and _GENERATION.search(template):
+            text, spans = _tagged(*how, template)
             spans = spans[-len(learnt) :] if self.last else spans
             if not all(learnt):
                 if len(spans) != len(learnt):
@@ -91,19 +95,20 @@ class Template:
             raise BadRow("the last question has no answer" if self.last else "the assistant says nothing in it")
         return Talk(messages, text, spans)
 
-    def _thinking(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The message with its thought (``reasoning_content``) moved to where this template reads it: to its own field, or into the text.
-        If the template supports no thinking, the target does not think. The thought is then dropped, and only the answer is learnt.
-        """
-        found = {key: value for key, value in message.items() if key != "reasoning_content"}
-        thought = message.get("reasoning_content")
-        if thought is None or thought in found["content"]:
-            return found
-        if self.thinks:
-            return found | {self.thinks: thought}
-        if "</think>" in self.text:
-            return found | {"content": f"<think>\n{thought}\n</think>\n\n{found['content']}"}
+
+def _thinking(message: dict[str, Any], template: str) -> dict[str, Any]:
+    """The message with its thought (``reasoning_content``) moved to where this template reads it: to its own field, or into the text.
+    If the template supports no thinking, the target does not think. The thought is then dropped, and only the answer is learnt.
+    """
+    found = {key: value for key, value in message.items() if key != "reasoning_content"}
+    thought = message.get("reasoning_content")
+    if thought is None or thought in found["content"]:
         return found
+    if field := _FIELD.search(template):
+        return found | {field[1]: thought}
+    if "</think>" in template:
+        return found | {"content": f"<think>\n{thought}\n</think>\n\n{found['content']}"}
+    return found
 
 
 def _says(message: dict[str, Any]) -> bool:

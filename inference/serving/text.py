@@ -83,10 +83,10 @@ def with_system(row: dict[str, Any]) -> Any:
     return messages if own else [{"role": "system", "content": system}, *messages]
 
 
-def template_of(tokenizer: Any) -> str:
-    """The tokenizer's chat template. Raises ``UserError`` where it has none."""
+def template_of(tokenizer: Any, tools: list[Any] | None = None) -> str:
+    """The tokenizer's chat template; of several the one for a conversation with these ``tools``. Raises ``UserError`` where it has none."""
     try:
-        template: str = tokenizer.get_chat_template()
+        template: str = tokenizer.get_chat_template(tools=tools)
     except ValueError:
         raise UserError(
             "the target's tokenizer has no chat template, so it cannot read conversations: use plain text (data=text), or the target's "

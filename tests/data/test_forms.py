@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import json
 import re
@@ -184,6 +185,25 @@ def test_a_template_without_tools_refuses_them() -> None:
     speech.chat_template = speech.chat_template.replace("tools", "nothing")
     with pytest.raises(BadRow, match="the chat template writes no tools"):
         Template(speech).talk(TALK, TOOLS)
+
+
+@pytest.mark.parametrize("template", [PREFIXES, TAGGED], ids=["prefixes", "tagged"])
+def test_of_templates_with_names_that_for_tools_is_asked(template: str) -> None:
+    """A tokenizer may have several; as transformers, what has tools is written by ``tool_use``."""
+    speech = tokenizer(None, size=400)
+    plain = "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '<end>' }}{% endfor %}"
+    speech.chat_template = {"default": plain + "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}", "tool_use": template}
+    talk = Template(speech).talk(CALLS, TOOLS)
+    assert talk.text == speech.apply_chat_template(CALLS, tools=TOOLS, tokenize=False) and talk.text.startswith("<sys>[")
+    said = [talk.text[start:end] for start, end in talk.spans]
+    assert said == ['<call>{"name": "weather", "arguments": {"place": "Ulm"}}<end>', "1<end>"]
+    talk = Template(speech).talk(TALK)
+    assert talk.text == "<user>One?<end><assistant>1<end>" and [talk.text[start:end] for start, end in talk.spans] == ["1<end>"]
+    before = chat.Reader(speech).about()["template"]
+    speech.chat_template["tool_use"] += "\n"
+    assert chat.Reader(speech).about()["template"] != before
+    speech.chat_template = PREFIXES
+    assert chat.Reader(speech).about()["template"] == hashlib.sha256(PREFIXES.encode()).hexdigest(), "as the cache of before has it"
 
 
 @pytest.mark.parametrize("template", [PREFIXES, TAGGED], ids=["prefixes", "tagged"])
