@@ -177,6 +177,7 @@ def _untagged(tokenizer: Any, messages: Messages, tools: Tools, added: tuple[str
                 f"the chat template does not show where message {i + 1} (assistant) begins and ends: it writes messages otherwise once "
                 "more follow. Add {% generation %} tags to it (data.template=FILE), or take the thinking out of the conversations"
             )
+        place = place[0], _closed(full, place[1], added, messages[i + 1 :])
         passed = place[1]
         if i >= first and message.get("weight") != 0:
             # The target stops at its end-of-turn token. The template writes the white space after it, so the span leaves that out.
@@ -194,6 +195,15 @@ def _added(full: str, asked: str, told: str) -> tuple[int, int] | None:
             if full.startswith(text, len(asked)):
                 return len(asked), len(asked) + len(text)
     return None
+
+
+def _closed(full: str, end: int, added: tuple[str, ...], after: Messages) -> int:
+    """The end of a turn whose text ends at ``end``. Where the template writes no token that ends it (GLM-4.5), it includes the one that
+    begins the next message: with that the target stops. ``after``: the messages that follow. The assistant's own header is never learnt.
+    """
+    if not after or after[0]["role"] == "assistant" or full[:end].rstrip().endswith(added):
+        return end
+    return end + max((len(mark) for mark in added if full.startswith(mark, end)), default=0)
 
 
 def _find(full: str, since: int, content: str, told: str, added: tuple[str, ...]) -> tuple[int, int] | None:

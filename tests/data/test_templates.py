@@ -54,6 +54,12 @@ ALONE = (
     "{% if tools %}{{ 'tools' }}{% endif %}" + EACH + "{{ '<s>' + m['role'] }}{% if m.tool_calls %}" + CALL
     + "{% else %}{{ m['content'] }}{% endif %}{{ '<end>' }}" + END + "{% if add_generation_prompt %}{{ '<s>assistant' }}{% endif %}"
 )  # fmt: skip
+# A turn ends where the next one begins, and an early one loses its thought (GLM-4.5).
+UNENDED = (
+    EACH + "{% if m.role == 'assistant' %}{{ '<c>' }}{% if m.reasoning_content and loop.last %}{{ '<think>' + m.reasoning_content"
+    " + '</think>' }}{% endif %}{% else %}{{ '<m>' }}{% endif %}{{ m['content'] }}" + END
+    + "{% if add_generation_prompt %}{{ '<c>' }}{% endif %}"
+)  # fmt: skip
 DATED = "{{ strftime_now('%d %b %Y') }}" + EACH + "{{ '<s>' + m['role'] + m['content'] + '<end>' }}" + END + (
     "{% if add_generation_prompt %}{{ '<s>assistant' }}{% endif %}"
 )  # fmt: skip
@@ -155,6 +161,13 @@ def test_answers_are_found_though_the_text_before_them_changes() -> None:
     assert learnt(ENDS, TWO) == ["First.<end>", "Second.<end><pad>"]
     assert learnt(MOVES, [{"role": "system", "content": "Be brief, be kind."}, *TWO]) == ["First.<end>", "Second.<end>"]
     assert learnt(MOVES, [{"role": "system", "content": "no"}, user("yes"), says("yes")]) == ["yes<end>"]
+
+
+def test_a_turn_without_an_end_is_learnt_up_to_the_token_that_begins_the_next() -> None:
+    """With a thought that was dropped, as without one."""
+    thought = says("First.", reasoning_content="hm")
+    assert learnt(UNENDED, TWO) == learnt(UNENDED, [TWO[0], thought, *TWO[2:]]) == ["First.<m>", "Second."]
+    assert learnt(UNENDED, [*TWO[:2], RESULT, TWO[3], says("More.")]) == ["First.<m>", "Second.", "More."], "no header of its own"
 
 
 @pytest.mark.parametrize("tagged", [False, True])
