@@ -24,7 +24,9 @@ from headstart.inference.serving.thoughts import BEGUN, THOUGHTS
 
 _THOUGHT = re.compile(r"\A<think>.*?</think>\s*", re.DOTALL)  # a complete thought in front of an answer
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_FIELD = re.compile(rf"""[.'"]({"|".join(THOUGHTS)})\b""")  # the field of a message that a template reads as its thought
+_FIELD = re.compile(rf"""([\w\]]+)(?:\.get\(['"]|\.|\[['"])({"|".join(THOUGHTS)})\b""")  # of what a template reads which field as a thought
+_BLOCK = re.compile(r"""for\s+(\w+)\s+in\s+[\w\[\].'"-]*content\b""")  # what a template calls a part of a message's content
+_WRITTEN = (("<think>\n", "\n</think>\n\n"), ("[THINK]", "[/THINK]"))  # thoughts in a text, of DeepSeek's and Mistral's kind
 
 Spans = list[tuple[int, int]]  # characters of the rendered text
 Tools = list[Any] | None  # the tools that the assistant may call, as the row lists them
@@ -104,10 +106,12 @@ def _thinking(message: dict[str, Any], template: str) -> dict[str, Any]:
     thought = message.get("reasoning_content")
     if thought is None or thought in found["content"]:
         return found
-    if field := _FIELD.search(template):
-        return found | {field[1]: thought}
-    if "</think>" in template:
-        return found | {"content": f"<think>\n{thought}\n</think>\n\n{found['content']}"}
+    blocks = _BLOCK.findall(template)
+    if field := next((field for of, field in _FIELD.findall(template) if of not in blocks), None):
+        return found | {field: thought}
+    for begin, end in _WRITTEN:
+        if end.strip() in template:
+            return found | {"content": f"{begin}{thought}{end}{found['content']}"}
     return found
 
 

@@ -60,6 +60,12 @@ UNENDED = (
     " + '</think>' }}{% endif %}{% else %}{{ '<m>' }}{% endif %}{{ m['content'] }}" + END
     + "{% if add_generation_prompt %}{{ '<c>' }}{% endif %}"
 )  # fmt: skip
+# A content is a text, or parts, of which a thought is one (Magistral).
+PARTS = (
+    EACH + "{{ '<s>' + m['role'] }}{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for block in m['content'] %}"
+    "{% if block['type'] == 'thinking' %}{{ '[THINK]' + block['thinking'] + '[/THINK]' }}{% else %}{{ block['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}{{ '<end>' }}" + END + "{% if add_generation_prompt %}{{ '<s>assistant' }}{% endif %}"
+)
 DATED = "{{ strftime_now('%d %b %Y') }}" + EACH + "{{ '<s>' + m['role'] + m['content'] + '<end>' }}" + END + (
     "{% if add_generation_prompt %}{{ '<s>assistant' }}{% endif %}"
 )  # fmt: skip
@@ -138,6 +144,7 @@ def test_thoughts_are_learnt_wherever_the_data_hold_them() -> None:
         assert learnt(LAST, messages) == [f"<think>{thought}</think> So.<end>"]
         assert learnt(CHANNELS, messages) == [f"<c>thought<m>{thought}<e><s>assistant<c>final<m>So.<end>"]
         assert learnt(BEGUN, messages) == [f"\n{thought}\n</think> So.<end>"]
+        assert learnt(PARTS, messages) == [f"[THINK]{thought}[/THINK]So.<end>"]
         assert learnt(ENDS, messages) == ["So.<end><pad>"]  # a target that does not think
     assert learnt(BEGUN, [user("Why?"), says(f"<think>{thought}</think>So.")]) == [f"{thought}</think> So.<end>"]
     assert learnt(CHANNELS, [*TWO[:1], says("First.", thinking="hm"), *TWO[2:]]) == ["<c>final<m>First.<e>", "<c>final<m>Second.<end>"]
