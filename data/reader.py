@@ -13,7 +13,7 @@ from headstart.data import arrow
 from headstart.data.pack import check_length
 from headstart.data.packed import Document, Documents
 from headstart.data.rows import Row, kept, left_out, nothing_in, parsed, passing, rows, tell
-from headstart.data.source import APART, Source, apart, beginnings, check_enough, drawn, live, say
+from headstart.data.source import APART, Source, apart, beginnings, check_enough, check_whole, drawn, live, say
 from headstart.data.table import Origin, Table
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.target import Target
@@ -78,10 +78,13 @@ class Lazy(Sequence[Any]):
 
 
 def check_rows(path: str, split: str, subset: str, stream: bool | None, held_out: str | None) -> None:
-    """Raises UserError for a source of rows, or a ``held_out``, that is missing or cannot be read. Reads the first row only."""
+    """Raises UserError for a source of rows, or a ``held_out``, that is missing or cannot be read, and for a split of a file. Reads the
+    first row only.
+    """
     if held_out is not None:
         apart(held_out, path, split)
     next(passing(path, split, subset, 0, 1) if stream else rows(path, split, subset), None)
+    check_whole(path, split, subset, ", or take data.limit=N for the first rows")
 
 
 def in_memory(reader: Reader, path: str, split: str, subset: str, limit: int | None) -> list[Document]:

@@ -239,6 +239,13 @@ def apart(held_out: str, path: str, split: str = "train") -> tuple[str, str]:
     return held_out, split
 
 
+def check_whole(path: str, split: str, subset: str, instead: str = "") -> None:
+    """Raises UserError for a split or subset of what is no dataset. ``instead``: what to take in its place."""
+    for key, value in (("split", "" if split == "train" else split), ("subset", subset)):
+        if value and not is_dataset(path):
+            raise UserError(f"data.{key}={value}: path={path} is no dataset with {key}s, and is read whole: leave it out{instead}")
+
+
 def check_enough(path: str, what: str, count: int) -> None:
     """Raises UserError for fewer than two documents, of which ``drawn`` holds one out. ``what``: the word for one of them."""
     if count < 2:

@@ -16,7 +16,7 @@ from headstart.data.pack import check_length
 from headstart.data.packed import Document
 from headstart.data.plain import Text
 from headstart.data.rows import file_path, is_dataset, is_there, parsed, passing, reading, tell
-from headstart.data.source import Source, apart, live, say
+from headstart.data.source import Source, apart, check_whole, live, say
 from headstart.data.table import Lines, Origin
 from headstart.data.text_files import LEAST, ONE_IN, PART, ROWS, cut, documents_of, files_of, found_in, suffix_of, value_of
 from headstart.heads.errors import UserError
@@ -60,6 +60,7 @@ def check(*, path: str, split: str, subset: str, suffixes: list[str], stream: bo
         if folder != file_path(path):
             with reading(files[0]):
                 pass
+    check_whole(path, split, subset)
 
 
 class Reader(reader.Reader):

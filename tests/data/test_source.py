@@ -40,6 +40,20 @@ def test_a_source_takes_what_its_yaml_gives(name: str) -> None:
         assert taken.keys() - {"target", "length", "seed", "_"} <= settings.keys()
 
 
+@pytest.mark.parametrize("name", ["chat", "tokenized", "text"])
+def test_a_split_of_a_file_is_refused(name: str, tmp_path: Path) -> None:
+    """It would be read whole, in the place of its first rows."""
+    path = write(tmp_path / "some.jsonl", [{"text": "one", "messages": [], "input_ids": []}])
+    given = source.defaults({"name": name}) | {"name": name, "path": str(path)}
+    source.check_source(given)
+    for stream in (None, True):
+        for key, value in (("split", "train[:10]"), ("subset", "en")):
+            with pytest.raises(UserError) as error:
+                source.check_source(given | {"stream": stream, key: value})
+            whole = f"data.{key}={value}: path={path} is no dataset with {key}s, and is read whole: leave it out"
+            assert str(error.value) == whole + ("" if name == "text" else ", or take data.limit=N for the first rows")
+
+
 def test_another_source_is_one_file_and_one_yaml(target: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trained on, captured and continued without another line of code."""
     made = ModuleType("headstart.data.counting")
