@@ -9,7 +9,9 @@ Shape suffixes: S sources.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
@@ -30,7 +32,10 @@ def open(target: Target, *, length: int, seed: int, sources: list[dict[str, Any]
     Raises UserError for a wrong setting or weight, and as the sources do.
     """
     settings, weights = _settings(sources)
-    opened = [open_source(each, target, length=length, seed=seed) for each in settings]
+    opened = list[Source]()
+    for i, given in enumerate(settings):
+        with _of(i, given):
+            opened.append(open_source(given, target, length=length, seed=seed))
     parts = [source.packed for source in opened if source.packed is not None]
     rows = Mixed(parts, weights)
     shares = ", ".join(
@@ -49,8 +54,19 @@ def open(target: Target, *, length: int, seed: int, sources: list[dict[str, Any]
 
 def check(*, sources: list[dict[str, Any]]) -> None:
     """Raises UserError for a wrong setting, weight or file of any source."""
-    for each in _settings(sources)[0]:
-        check_source(each)
+    for i, each in enumerate(_settings(sources)[0]):
+        with _of(i, each):
+            check_source(each)
+
+
+@contextmanager
+def _of(number: int, settings: dict[str, Any]) -> Iterator[None]:
+    """Inside, errors name the settings of a source as they stand in a mix: data.sources[0].path, not data.path or path."""
+    try:
+        yield
+    except UserError as error:
+        keys = rf"\bdata\.(?=(?:{'|'.join(map(re.escape, {*settings, 'path'}))})\b)|(?<![\w.])(?<!data=chat )(?=path=)"
+        raise UserError(re.sub(keys, f"data.sources[{number}].", str(error))) from error
 
 
 def _settings(sources: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[float] | None]:
@@ -68,7 +84,7 @@ def _settings(sources: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list
         if is_captured(settings):
             raise UserError(f"data.sources[{i}]: data={each['name']} is captured, and cannot be mixed with what the target has yet to read")
         if settings.get("stream"):
-            raise UserError(f"data.sources[{i}]: what is streamed has no known size, and cannot be mixed: leave data.stream out")
+            raise UserError(f"data.sources[{i}]: what is streamed has no known size, and cannot be mixed: leave its stream out")
         found.append(settings)
         weights.append(each.get("weight"))
     if all(weight is None for weight in weights):

@@ -85,6 +85,16 @@ def test_as_a_source(sources: Any, target: Any, capsys: Any) -> None:
     assert not is_captured(given)
 
 
+def test_a_bad_row_says_which_source_drops_such_rows(sources: Any, target: Any, tmp_path: Path) -> None:
+    bad = write(tmp_path / "data.jsonl", [{"messages": 5}])
+    for given, says in (
+        ({"name": "chat", "path": str(bad)}, r"data\.jsonl line 1: .* \(data\.sources\[1\]\.on_bad=skip drops such rows\)$"),
+        ({"name": "chat", "path": str(bad), "on_bad": "skip"}, r"^data\.sources\[1\]\.path=.*data\.jsonl: no conversations in it"),
+    ):
+        with pytest.raises(UserError, match=says):
+            open_source({"name": "mix", "sources": [sources[1] | {"weight": None}, given]}, target, length=64, seed=0)
+
+
 @pytest.mark.parametrize(
     ("sources", "says"),
     [
@@ -93,14 +103,15 @@ def test_as_a_source(sources: Any, target: Any, capsys: Any) -> None:
         ([{"path": "x"}], "no data is called None"),
         ([{"name": "mix", "sources": []}], "a mix cannot hold another"),
         ([{"name": "shards", "path": "x"}], "is captured, and cannot be mixed"),
-        ([{"name": "chat"}], r"data=chat needs data\.path"),
+        ([{"name": "chat"}], r"data=chat needs data\.sources\[0\]\.path$"),
         (
             [{"name": "stdlib", "weight": 1}, {"name": "stdlib"}],
             r"data\.sources\[1\]\.weight must be a number above 0, of all sources or of none",
         ),
         ([{"name": "stdlib", "weight": 0}], "above 0"),
-        ([{"name": "stdlib", "wieght": 1}], r"data=stdlib has no setting data\.wieght"),
-        ([{"name": "chat", "path": "/nosuch/a.jsonl"}], "no such file"),
+        ([{"name": "stdlib", "wieght": 1}], r"data=stdlib has no setting data\.sources\[0\]\.wieght: "),
+        ([{"name": "chat", "path": "/nosuch/data.jsonl"}], r"^data\.sources\[0\]\.path=/nosuch/data\.jsonl: no such file"),
+        ([{"name": "stdlib"}, {"name": "chat", "path": "x.jsonl", "limit": 0}], r"^data\.sources\[1\]\.limit must be"),
     ],
 )
 def test_what_cannot_be_mixed_is_one_line(sources: Any, says: str) -> None:
