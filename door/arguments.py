@@ -175,7 +175,7 @@ def explain(error: Exception, config_name: str, arguments: Sequence[str] | None 
     if isinstance(error, MissingMandatoryValue):
         return absent([str(error.full_key)], config_name, given_here)
     if isinstance(error, InterpolationKeyError) and (wanted := re.search(r"Interpolation key '(\S+)' not found", text)):
-        known = defaults(config_name, _choices(config_name, given_here)).keys
+        known = defaults(config_name, chosen(config_name, given_here)).keys
         if wanted[1] in known:
             return absent([wanted[1]], config_name, given_here)
         return f"{_with('${', given_here)} refers to {wanted[1]}, which is not there{near(wanted[1], known)}"
@@ -218,7 +218,7 @@ def _with(sign: str, arguments: Sequence[str]) -> str:
     return next((argument for argument in arguments if sign in argument), "a setting")
 
 
-def _choices(config_name: str, arguments: Sequence[str]) -> tuple[str, ...]:
+def chosen(config_name: str, arguments: Sequence[str]) -> tuple[str, ...]:
     """The arguments that take an existing choice of a group."""
     groups = usage.groups(config_name)
     return tuple(f"{group}={choice}" for group, choice in given(arguments).items() if group in groups and choice in choices(group))
@@ -226,7 +226,7 @@ def _choices(config_name: str, arguments: Sequence[str]) -> tuple[str, ...]:
 
 def no_such_key(key: str, config_name: str, arguments: Sequence[str]) -> str:
     """The error for a key that hydra does not find: how to give it, or which known keys are near."""
-    known = defaults(config_name, _choices(config_name, arguments)).keys
+    known = defaults(config_name, chosen(config_name, arguments)).keys
     if key == "path" and "data" in known:
         return f"path=... is for data that are read from a file or folder: give one of {readers()} too"
     if f"+{key}" in (a.partition("=")[0].replace("++", "+") for a in arguments if not a.partition("=")[2].startswith("{")):

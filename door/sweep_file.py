@@ -21,10 +21,10 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from headstart.door.arguments import check_overrides, door_of_words, explain
+from headstart.door.arguments import check_overrides, chosen, door_of_words, explain
 from headstart.door.frame import checked
 from headstart.door.sweep import defaults, is_watched
 from headstart.door.values import CONF
@@ -64,7 +64,8 @@ def sweep(words: Sequence[str], own: dict[str, str]) -> dict[str, Any]:
             raise UserError("out=...: every run of a sweep has a folder of its own, leave it away")
         if override.key_or_group == "arms":
             raise UserError("arms=...: arms are one run, a sweep has a run for each: head=a,b")
-    swept = {override.key_or_group: _parameter(override) for override in parsed if override.is_sweep_override()}
+    usual = defaults("config", chosen("config", [word.partition(",")[0] for word in words])).config  # of several heads: the first one's
+    swept = {override.key_or_group: _parameter(override, usual) for override in parsed if override.is_sweep_override()}
     if not swept:
         raise UserError("there is nothing to try several values of: key=a,b, or 'key=interval(a,b)'")
     if watched := [key for key in swept if is_watched(key)]:
@@ -86,12 +87,12 @@ def sweep(words: Sequence[str], own: dict[str, str]) -> dict[str, Any]:
                     "parameters": swept, "command": command}  # fmt: skip
 
 
-def _parameter(override: Override) -> dict[str, Any]:
-    """A key with several values as a parameter of the sweep."""
+def _parameter(override: Override, usual: DictConfig) -> dict[str, Any]:
+    """A key with several values as a parameter of the sweep. ``usual``: the defaults, by which whole numbers are known."""
     value = override.value()
     if isinstance(value, IntervalSweep):
         ends: list[float] = [float(str(value.start)), float(str(value.end))]  # hydra makes floats of both
-        whole = type(OmegaConf.select(defaults("config", ()).config, override.key_or_group)) is int and all(map(float.is_integer, ends))
+        whole = type(OmegaConf.select(usual, override.key_or_group)) is int and all(map(float.is_integer, ends))
         ends = [int(end) for end in ends] if whole else ends
         kind = "log_uniform_values" if "log" in value.tags else "int_uniform" if whole else "uniform"
         return {"distribution": kind, "min": ends[0], "max": ends[1]}
