@@ -130,7 +130,7 @@ def check_overrides(config_name: str, arguments: Sequence[str]) -> None:
             raise UserError(f"{argument} is for a report: {own}")
         if key in groups and value.startswith("[") and not _apart(key, value):  # hydra would merge them
             raise UserError(f"{argument}: one choice of {key} in a run; for one run each: --multirun {key}={value.strip('[]')}")
-        if key in groups and value in ("null", ""):
+        if key in groups and {each.strip(" '\"") for each in value.split(",")} & {"null", ""}:
             raise UserError(f"{argument}: {key} is one of {', '.join(choices(key))}, or left out")
         if key.startswith("+") and key.lstrip("+") in groups:
             raise UserError(f"{key.lstrip('+')} is there already: give {argument.lstrip('+')}")

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from headstart.data import source
 from headstart.door import infer
+from headstart.door.arguments import check_overrides
 from headstart.door.sweep import WATCHED, folder_of_all, is_watched, joined, part, short
 from headstart.heads.errors import UserError
 from headstart.trainers import resume
@@ -252,6 +253,12 @@ def test_sweeps_over_other_arms_are_compared_in_other_folders() -> None:
     assert folder_of_all("config", spread).name == "sweep-eagle+mtp-lr=0.1+0.2"
     assert folder_of_all("config", ["arms=null", "head=mtp", rates]).name == "sweep-head=mtp-lr=0.1+0.2"
     assert folder_of_all("config", ["arms={a:'head=mtp'},{a:'head=eagle'}"]).name.startswith("sweep-arms=")
+
+
+@pytest.mark.parametrize("argument", ["experiment=null,smoke", "tracker=wandb, null", "head=,eagle", "head='',eagle"])
+def test_a_sweep_over_no_choice_is_refused(argument: str) -> None:
+    with pytest.raises(UserError, match=f"^{argument}: {argument.partition('=')[0]} is one of .*, or left out$"):
+        check_overrides("config", ["trainer.lr=0.1,0.2", argument])
 
 
 def test_a_folder_that_is_given_holds_all_of_them(trained: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
