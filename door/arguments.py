@@ -188,7 +188,7 @@ def explain(error: Exception, config_name: str, arguments: Sequence[str] | None 
         return f"cannot read {error.override!r} on the command line{how}"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _no_choice(*error.missing_cfg_file.partition("/")[::2], list(error.options or ()))
-    if wrong := re.search(r"Could not (?:override|find|append to config) '?([\w./@]+)'?", text):
+    if wrong := re.search(r"(?:Could not (?:override|find|append to config)|An item is already at) '?([\w./@]+)'?", text):
         return no_such_key(wrong[1].replace("/", "."), config_name, given_here)
     if isinstance(error, InterpolationResolutionError):
         return f"{_with('${', given_here)} cannot be resolved: {' '.join(text.split())}"
