@@ -85,6 +85,10 @@ class JsonlWriter:
                 was = found["regenerated"].get(key)
                 raise UserError(f"{where}: {key} differs: it was made with {was!r}, here it is {value!r}: {advice}")
         number = found["line"]
+        if number > (most := max(self.of, default=number)):
+            raise UserError(
+                f"{where}: it is of line {number}, and what is asked for ends at line {most}: raise limit, or choose another out="
+            )
         if number <= self.last or self.of.get(number) != found["regenerated"].get("of"):
             raise UserError(f"{where}: it was not made of line {number} of this source: {advice}")
         self.last = number

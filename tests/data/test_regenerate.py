@@ -296,6 +296,17 @@ def test_files_that_are_not_ours_stay_as_they_are(door: Any, questions: Path, tm
     book.close()
 
 
+def test_a_smaller_limit_than_before_is_named(tmp_path: Path) -> None:
+    """Whoever follows the advice loses no answers."""
+    settings, of = {"target": "any"}, {line: f"{line}" for line in (1, 3, 4)}
+    book = regenerated.JsonlWriter(tmp_path / "made.jsonl", settings, of)
+    for line in of:
+        book.add(line, {})
+    book.close()
+    with pytest.raises(UserError, match=r"line 3: it is of line 4, and .* ends at line 3: raise limit, or choose another out=$"):
+        regenerated.JsonlWriter(tmp_path / "made.jsonl", settings, {line: of[line] for line in (1, 3)})
+
+
 def test_where_nothing_can_be_locked_answers_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     def without(*_: object) -> None:
         raise OSError(errno.ENOLCK, "no locks here")
