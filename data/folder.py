@@ -43,9 +43,8 @@ class Folder:
         found: dict[str, int] = {}
         try:
             for path in self.path.iterdir():
-                with suppress(FileNotFoundError):  # another process has just removed or renamed it: the folder is still there
-                    if path.is_file():
-                        found[path.name] = path.stat().st_size
+                if (size := self.size(path.name)) is not None:
+                    found[path.name] = size
         except (FileNotFoundError, NotADirectoryError):
             return {}
         except OSError as e:
@@ -55,7 +54,9 @@ class Folder:
     def size(self, name: str) -> int | None:
         """The size in bytes of one file, or None if it does not exist. For a URL, raises UserError if it cannot be read."""
         path = self.path / name
-        return path.stat().st_size if path.is_file() else None
+        with suppress(FileNotFoundError):  # another process may remove or rename it between the two questions
+            return path.stat().st_size if path.is_file() else None
+        return None
 
     def make(self) -> None:
         """Make the folder, with its parents. Raises UserError if that is not possible."""
