@@ -76,7 +76,7 @@ class Arm:
         self.lr, self.warmup, self.schedule, self.floor, self.clip = lr, warmup, schedule, floor, clip
         self.lasting = not counts_in_shares(warmup, lora, self.learner.base_until)  # its early steps are those of a longer run
         self.places: Sequence[Path] = [run] if spare is None else [run, spare]
-        self.fitted, self.failed = Fitted(), ""
+        self.fitted, self.failed, self.due = Fitted(), "", list[str]()  # due: what an interrupt has cut off after the step
         self.guard, self.figures = Guard(skips, spike), dict[str, float]()
         self.patience, self.stopped = Patience(patience), False  # stopped early
         self.label, self.out = (f"{name}: ", run.parent) if name else ("", run)
@@ -121,6 +121,7 @@ class Arm:
             self.on_policy.restore(rows, accelerator.process_index, accelerator.num_processes)
         moments, self.rng = checkpoint.load(folder, self.learner.trained, self.optimizers)
         self.fitted = Fitted(state["step"], state["seconds"], state["tokens"])
+        self.due, self.figures = list(state.get("due", ())), dict(state.get("figures", {}))
         self.guard.restore(state.get("guard", {}))
         self.patience.restore(state.get("patience", {}))
         then, now = (x.get("trainer", {}).get("steps") for x in (state["settings"], self.settings))
@@ -285,7 +286,7 @@ class Arm:
         """What a checkpoint of this step keeps in state.json beside the step."""
         state = {"seconds": self.fitted.seconds, "tokens": self.fitted.tokens, "settings": self.settings, **self.record}
         figures = self.figures if self.figures.get("step") == self.fitted.steps else {}
-        return state | {"guard": self.guard.state(), "figures": figures, "patience": self.patience.state()}
+        return state | {"guard": self.guard.state(), "figures": figures, "patience": self.patience.state(), "due": list(self.due)}
 
     def stop(self, why: BaseException, console: Console) -> None:
         """Stop training this arm after an error: print the reason and free its device memory."""

@@ -3,9 +3,9 @@
 RUN/checkpoints/step-00000100/ holds drafter.safetensors (fp32 master weights), optimizer.safetensors (moments of whole parameters,
 however they were sharded: trainers/parallel.py), rng.safetensors (one for all processes: they start from one seed and draw alike),
 on_policy.safetensors if the drafter learns from its own text (trainers/on_policy.py; the rows of all processes), and state.json: step,
-seconds, tokens, settings, the guard's figures (trainers/guard.py), the figures of an evaluation at this step, the SHA-256 of every file,
-and its own. Everything is written into a temporary folder, which is then renamed. So a folder with the name of a checkpoint was whole
-once; later damage is found before anything is restored.
+seconds, tokens, settings, the guard's figures (trainers/guard.py), the figures of an evaluation at this step, what an interrupt has cut
+off after it (``due``), the SHA-256 of every file, and its own. Everything is written into a temporary folder, which is then renamed. So a
+folder with the name of a checkpoint was whole once; later damage is found before anything is restored.
 """
 
 from __future__ import annotations

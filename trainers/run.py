@@ -79,12 +79,14 @@ def fit(job: Job, evaluated: Evaluated | None = None) -> bool:
     if gate is None and not job.held_out and accelerator.is_main_process and any(arm.patience.evaluations for arm in job.arms):
         raise UserError("trainer.patience: there is no held-out text to judge by, and nothing is decoded: take trainer.patience=0")
     loop: Settings = {k: trainer[k] for k in LOOP} | ({"keep": 2} if best else {})
-    loop |= {"evaluated": evaluated, "decoded": gate, "trace": Trace(job.places[0], trainer["profile"], accelerator.process_index)}
+    loop |= {
+        "decode_last": best,
+        "evaluated": evaluated,
+        "decoded": gate,
+        "trace": Trace(job.places[0], trainer["profile"], accelerator.process_index),
+    }
     interrupted = _with_advice(job, lambda: train(job.arms, stream, job.source.observe, job.held_out, accelerator, **loop))
     leave(accelerator, job.arms)
-    if gate is not None and best and not interrupted:
-        for arm in (arm for arm in job.arms if not arm.failed and arm.fitted.steps % trainer["decode_every"]):
-            gate(arm)  # the final weights may be the best ones
     for arm in job.arms:
         if accelerator.is_main_process and arm.saver.unsaved and not arm.failed:
             with suppress(*() if interrupted else (UserError,)):  # the export takes less space than a checkpoint and may still fit

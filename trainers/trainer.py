@@ -47,14 +47,16 @@ def fit(
     arms: Sequence[Arm], stream: Callable[[int, int, int], Iterator[TokenBatch]], observe: Observe, held_out: list[TargetBatch],
     accelerator: Accelerator, *,
     steps: int, accumulate: int, save_every: int, keep: int, eval_every: int, log_every: int = 10, resume: bool, timeout: float = 600.0,
-    evaluated: Evaluated | None = None, trace: Trace | None = None, decode_every: int = 0, decoded: Decoded | None = None,
+    evaluated: Evaluated | None = None, trace: Trace | None = None, decode_every: int = 0, decode_last: bool = False,
+    decoded: Decoded | None = None,
 ) -> bool:  # fmt: skip
     """Train the arms in place, up to ``steps`` steps. Returns whether it was interrupted. ``stream(start, rank, world)`` yields
     micro-batches from number ``start`` on. Arms that are behind (after a kill between two checkpoints, or added later) catch up first. A
     single arm's error is raised. Of several arms, each that fails is named and stopped; when the last one fails, UserError is raised.
     ``evaluated`` is called after every evaluation of an arm; a UserError that it raises ends that arm. ``decoded`` is called for every arm
-    every ``decode_every`` steps, in the first process only. ``timeout``: seconds, see trainers/watch.py. ``trace`` is told of every step.
-    Figures are computed and logged for every ``log_every``-th step, the first and the last.
+    every ``decode_every`` steps (with ``decode_last`` after the last one too), in the first process only. What an interrupt has cut off of
+    these is made up first. ``timeout``: seconds, see trainers/watch.py. ``trace`` is told of every step. Figures are computed and logged
+    for every ``log_every``-th step, the first and the last.
     """
     for arm in arms:
         arm.open(accelerator, resume)
@@ -64,27 +66,28 @@ def fit(
     with Interrupt(say=accelerator.is_main_process) as interrupt, progress, trace, loop.watch, ExitStack() as savers:
         for arm in arms:
             savers.enter_context(arm.saver)
-        while behind := [arm for arm in arms if not arm.failed and not arm.stopped and arm.fitted.steps < steps]:
+        while behind := [arm for arm in arms if not arm.failed and not arm.stopped and (arm.fitted.steps < steps or arm.due)]:
             step = min(arm.fitted.steps for arm in behind)
             active = [arm for arm in behind if arm.fitted.steps == step]
-            if at != step:
-                batches = stream(step * accumulate, accelerator.process_index, accelerator.num_processes)
-            at, shown = step + 1, (step + 1) % log_every == 0 or step + 1 in (1, steps)
-            if (active := loop.step(active, batches, accumulate, steps, shown)) and shown:
-                progress.numbers(at, _numbers(active, loop.alone), loop.speed)
-            progress.at(at)
-            trace.step()
-            stop = loop.asked_after_step(active, interrupt)
-            if held_out and (at == steps or at % eval_every == 0) and not stop:
-                active = loop.evaluate(active, held_out, evaluated)
-                stop = loop.asked(interrupt)
-            if decode_every and at % decode_every == 0 and not stop:
-                active = loop.decode(active)
-                stop = loop.asked(interrupt)
+            if cut_off := [arm for arm in active if arm.due]:
+                active = cut_off
+            else:
+                if at != step:
+                    batches = stream(step * accumulate, accelerator.process_index, accelerator.num_processes)
+                at = step = step + 1
+                shown = step % log_every == 0 or step in (1, steps)
+                if (active := loop.step(active, batches, accumulate, steps, shown)) and shown:
+                    progress.numbers(step, _numbers(active, loop.alone), loop.speed)
+                progress.at(step)
+                trace.step()
+                for arm in active:
+                    arm.due = ["evaluation"] * (step == steps or step % eval_every == 0)
+                    arm.due += ["decoding"] * (decode_every > 0 and (step % decode_every == 0 or (decode_last and step == steps)))
+            active, stop = loop.judge(active, held_out, evaluated, interrupt)
             loop.stop_early(active, steps)
-            due = stop or at == steps or at % save_every == 0
+            due = stop or cut_off or step == steps or step % save_every == 0
             with interrupt.writing():
-                loop.save([arm for arm in active if due or arm.stopped or at == arm.before_the_fall(steps)], keep, steps, stop)
+                loop.save([arm for arm in active if due or arm.stopped or step == arm.before_the_fall(steps)], keep, steps, stop)
             if stop:
                 accelerator.wait_for_everyone()  # until the checkpoint is written: launchers kill all processes once one has exited
                 return True
@@ -169,9 +172,23 @@ class _Loop:
                 arm.fitted.seconds += took / len(active)
         return stop
 
-    def evaluate(self, active: list[Arm], held_out: list[TargetBatch], evaluated: Evaluated | None) -> list[Arm]:
-        """Evaluate the arms on held-out text. Returns those that have not failed."""
-        for arm in active:
+    def judge(
+        self, active: list[Arm], held_out: list[TargetBatch], evaluated: Evaluated | None, interrupt: Interrupt
+    ) -> tuple[list[Arm], bool]:
+        """Evaluate the arms and decode with them where that is due, until asked to stop: the rest stays due, and a resumed run makes it up.
+        Returns the arms that have not failed, and whether any process was asked to stop.
+        """
+        stop = self.asked_after_step(active, interrupt)
+        for what, call in (("evaluation", partial(self.evaluate, held_out, evaluated)), ("decoding", self.decode)):
+            if not stop and (judged := [arm for arm in active if what in arm.due and not arm.failed]):
+                for arm in call(judged):
+                    arm.due.remove(what)
+                stop = self.asked(interrupt)
+        return [arm for arm in active if not arm.failed], stop
+
+    def evaluate(self, held_out: list[TargetBatch], evaluated: Evaluated | None, active: list[Arm]) -> list[Arm]:
+        """Evaluate the arms on held-out text, if there is any. Returns those that have not failed."""
+        for arm in active if held_out else ():
             with self.watch.patiently(f"step {arm.fitted.steps}, evaluation"), self._guard(arm, "evaluation"):
                 numbers = evaluate(arm.learner, held_out)
                 self.console.print(f"{self._step_of(arm)}: held-out loss {numbers['heldout_loss']:.3f}, "

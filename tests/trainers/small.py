@@ -24,9 +24,10 @@ from tests.drafters import make
 LENGTH = 32
 LOOP: dict[str, Any] = dict(
     steps=6, accumulate=1, optimizer="muon", lr=3e-3, betas=(0.9, 0.95), weight_decay=0.01, warmup=2, schedule="cosine", clip=1.0,
-    save_every=3, keep=2, eval_every=100, resume=True, timeout=600.0, log_every=10,
+    save_every=3, keep=2, eval_every=100, resume=True, timeout=600.0, log_every=10, decode_every=0, decode_last=False, decoded=None,
 )  # fmt: skip
-COMMON = ("steps", "accumulate", "save_every", "keep", "eval_every", "resume", "timeout", "log_every")
+COMMON = ("steps", "accumulate", "save_every", "keep", "eval_every", "resume", "timeout", "log_every", "decode_every", "decode_last",
+          "decoded")  # fmt: skip
 LOSS: dict[str, Any] = dict(depth=3, terms={"kl": 1.0}, decay=0.8, chunk=1024)
 
 

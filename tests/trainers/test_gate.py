@@ -60,17 +60,17 @@ def test_a_run_is_decoded_with_as_it_goes_and_the_best_is_exported(
     lengths, figures = iter([1.5, 1.2]), gate.figures
     monkeypatch.setattr(gate, "figures", lambda *a: figures(*a) | {"decode/T0/accepted_length": next(lengths)})
     (tmp_path / "run" / ".gate-1").mkdir(parents=True)  # of a process that was killed
-    run(**composed(*overrides, "trainer.decode_every=2", "trainer.keep=best"))
+    run(**composed(*overrides, "trainer.decode_every=3", "trainer.keep=best"))
     found = decoded(tmp_path / "run")
-    assert sorted(found) == [2, 4] and all(key in line for line in found.values() for key in KEYS)
+    assert sorted(found) == [3, 4] and all(key in line for line in found.values() for key in KEYS)
     for line in found.values():
         assert line["decode/T0/chain/expected_length"] == line["decode/T0/chain/accepted_length"]
     saved = load_file(tmp_path / "run" / "speculator" / "model.safetensors")
     best = load_file(tmp_path / "run" / gate.BEST)
     assert all(any(torch.equal(saved[k], x) for x in best.values()) for k in saved if saved[k].is_floating_point())
-    assert "exported is step 2, which decoded best (1.50" in capsys.readouterr().out
+    assert "exported is step 3, which decoded best (1.50" in capsys.readouterr().out
     report = json.loads((tmp_path / "run" / "report.json").read_text())
-    assert [report[key] for key in ("train_steps", "train_tokens", "exported_step", "exported_tokens")] == [4, 512, 2, 256]
+    assert [report[key] for key in ("train_steps", "train_tokens", "exported_step", "exported_tokens")] == [4, 512, 3, 384]
     assert not list((tmp_path / "run").glob(".gate-*")), "its folders are taken away"
     cost = costs(tmp_path / "run")
     assert (cost["steps"], cost["decodings"]) == (4, 2) and 0 < cost["share"] == cost["gate_seconds"] / cost["train_seconds"]
