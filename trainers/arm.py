@@ -19,8 +19,8 @@ from headstart.data.batch import TargetBatch, TokenBatch
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.target import Target
-from headstart.trainers import checkpoint
-from headstart.trainers.guard import FILE, WINDOW, Guard, describe, forget, note
+from headstart.trainers import checkpoint, earlier
+from headstart.trainers.guard import FILE, WINDOW, Guard, describe, note
 from headstart.trainers.joint import Joint
 from headstart.trainers.learner import Learner, Seen, Wanted
 from headstart.trainers.losses import LossOut
@@ -103,8 +103,7 @@ class Arm:
                             f"{max(steps)}, another stands at {min(steps)}")  # fmt: skip
         moments = self._restore(*found) if found else None
         if accelerator.is_main_process:
-            with suppress(OSError):
-                forget(self.run, self.began)
+            self.tracker.go_on_after(self.began)
         accelerator.wait_for_everyone()  # all must have read the same checkpoint before the first process writes
         self.learner.share = (accelerator.process_index, accelerator.num_processes)
         self.parallel = spread(self.parallel_settings, accelerator, self.learner, self.optimizers)
@@ -130,8 +129,6 @@ class Arm:
         self.stopped = self.patience.over and self.fitted.steps != now
         if self.stopped:
             accelerator.print(f"{self.label}it was stopped early there; more trainer.patience, or 0, with out={self.out} goes on")
-        if accelerator.is_main_process:
-            self.tracker.go_on_after(self.fitted.steps)
         return moments
 
     def close(self) -> None:
@@ -241,18 +238,15 @@ class Arm:
                         f"({self.saver.newest() or 'none yet'}) is whole")  # fmt: skip
 
     def forget_earlier(self) -> None:
-        """Remove checkpoints of an earlier run. This happens after the first step succeeds, so that settings that fail destroy nothing.
+        """Remove what an earlier run left. This happens after the first step succeeds, so that settings that fail destroy nothing.
 
-        A run that starts over removes all of them; a resumed run removes those after the step it resumes from. Raises UserError.
+        A run that starts over removes all of it; a resumed run removes what is of steps after the one it resumes from. Raises UserError.
         """
         if not self.accelerator.is_main_process:
             return
-        if self.began == 0:
-            self.tracker.go_on_after(0)
+        self.tracker.cut()
         try:
-            removed = sum(checkpoint.clear(place, after=self.began) for place in self.places)
-            if self.began == 0 or checkpoint.best_of(self.run / checkpoint.BEST)[0] > self.began:
-                (self.run / checkpoint.BEST).unlink(missing_ok=True)
+            removed = earlier.forget(self.places, self.began, max(self.guard.skipped, default=0))
         except OSError as e:
             raise UserError(f"the earlier checkpoints in {self.run} cannot be removed: {e}") from e
         if removed:

@@ -48,6 +48,7 @@ class Tracker:
         **asked: Any,
     ) -> None:
         self.run, self.epoch, self.main = run, epoch, main
+        self.after: int | None = None  # lines of later steps are an earlier process's, and still there
         opens = {each.name: import_module(f"{sinks.__name__}.{each.name}").open for each in pkgutil.iter_modules(sinks.__path__)}
         takes = {name: list(signature(made).parameters)[1:] for name, made in opens.items()}
         if unknown := sorted(asked.keys() - {*opens, *chain(*takes.values())}):
@@ -57,12 +58,21 @@ class Tracker:
         self.sinks: list[Sink] = [opens[name](watched, **{key: asked[key] for key in takes[name] if key in asked}) for name in wanted]
 
     def go_on_after(self, step: int) -> None:
-        """Remove the lines of steps after ``step``, which the resumed run repeats (0: all lines)."""
-        self._keep_lines(lambda line: isinstance(line.get("step"), int) and line["step"] <= step)
+        """The run goes on after ``step`` (0: it begins). Lines of later steps, which it repeats, are removed before the first of its own:
+        a run that fails before that removes nothing.
+        """
+        self.after = step
         self._each(lambda sink: sink.go_on_after(step))
+
+    def cut(self) -> None:
+        """Remove the lines that ``go_on_after`` is about, if they are still there."""
+        after, self.after = self.after, None
+        if after is not None:
+            self._keep_lines(lambda line: isinstance(line.get("step"), int) and line["step"] <= after)
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         """Log figures of a step, under the names of trainers/metrics.py."""
+        self.cut()
         made = named(numbers)
         if self.epoch and "train/tokens" in made:
             made["train/epoch"] = made["train/tokens"] / self.epoch

@@ -93,6 +93,7 @@ def fit(
                 return True
     for arm in arms:
         arm.drafter.eval()
+        arm.tracker.cut()  # where no step was left
     return False
 
 
