@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from headstart.trainers.clock import Clock
 from headstart.trainers.metrics import best_of, decoded, read_metrics
 from headstart.trainers.run import run
 from headstart.trainers.sinks import Input
+from headstart.trainers.sinks.mlflow import MlflowRun
 from headstart.trainers.tracker import Tracker
 from tests.reports import a_report
 from tests.trainers.conftest import ROOT
@@ -418,13 +420,46 @@ def test_steps_that_are_made_again_are_in_mlflow_once(tmp_path: Path) -> None:
         tracker = Tracker(tmp_path, {}, mlflow=True, uri=uri, project="mine")
         tracker.go_on_after(after)
         for step in steps:
-            tracker.log({"loss": 10.0 * after + step, **({"heldout_loss": 1.0} if step == 3 and after else {})}, step)
+            tracker.log({"loss": float(step), **({"heldout_loss": 1.0} if step == 3 and after else {})}, step)
         tracker.close()
     client = mlflow.MlflowClient(uri)
     (run,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
     points = {name: client.get_metric_history(run.info.run_id, f"{name}/loss") for name in ("train", "heldout")}
-    assert [(p.step, p.value) for p in points["train"]] == [(1, 1), (2, 2), (3, 3), (4, 14)]
+    assert [(p.step, p.value) for p in points["train"]] == [(1, 1), (2, 2), (3, 3), (4, 4)]
     assert [(p.step, p.value) for p in points["heldout"]] == [(3, 1)], "what it had not, it has now"
+
+
+class Store:
+    """As much of MLflow's client as a curve takes."""
+
+    def __init__(self) -> None:
+        self.points: list[Any] = []
+
+    def get_run(self, _: str) -> Any:
+        return SimpleNamespace(data=SimpleNamespace(metrics={p.key: p.value for p in self.points}))
+
+    def get_metric_history(self, _: str, name: str) -> list[Any]:
+        return [p for p in self.points if p.key == name]
+
+    def log_batch(self, _: str, metrics: list[Any]) -> None:
+        self.points += metrics
+
+
+def test_a_branch_that_comes_out_differently_is_sent_to_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of four steps whose rate falls after the second is prolonged to six, and killed and repeated on its way."""
+    entities: Any = ModuleType("mlflow.entities")
+    entities.Metric = lambda key, value, timestamp, step: SimpleNamespace(key=key, value=value, step=step)
+    monkeypatch.setitem(sys.modules, "mlflow", ModuleType("mlflow"))
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    store = Store()
+    for after, rates in ((0, (1, 1, 0.5, 0.1)), (2, (1, 1)), (3, (1, 1, 0.5))):
+        run: Any = object.__new__(MlflowRun)
+        run.client, run.id, run.had = store, "run", set()
+        run.go_on_after(after)
+        for step, rate in enumerate(rates, after + 1):
+            run.log({"train/lr": rate}, step)
+    seen = [(p.step, p.value) for p in store.points]
+    assert seen == [(1, 1), (2, 1), (3, 0.5), (4, 0.1), (3, 1), (4, 1), (5, 1), (6, 0.5)]
 
 
 def test_a_tracker_that_cannot_go_on_costs_no_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,7 @@ class MlflowRun:
             from mlflow.exceptions import MlflowException
         except ImportError:
             raise UserError("tracker=mlflow needs `pip install mlflow`, or take tracker=none") from None
-        self.watched, self.artifact, self.had = watched, artifact, set[tuple[str, int]]()
+        self.watched, self.artifact, self.had = watched, artifact, set[tuple[str, int, float]]()
         try:
             self.client = MlflowClient(uri)
             self.id = self._begun() or self._new(project)
@@ -73,18 +73,21 @@ class MlflowRun:
                 self.client.set_tag(run, f"input.{each.kind}", f"{each.name} {digest}")
 
     def go_on_after(self, step: int) -> None:
-        """MLflow cannot delete metrics. So those it already has of later steps are not sent again when the steps are repeated."""
+        """MLflow cannot delete metrics. So those it already has of later steps are not sent again when the steps are repeated, unless they
+        come out differently: a run that was prolonged is another one behind this step, and its points come beside the earlier ones.
+        """
         histories = (self.client.get_metric_history(self.id, name) for name in self.client.get_run(self.id).data.metrics)
-        self.had = {(point.key, point.step) for history in histories for point in history if point.step > step}
+        self.had = {(point.key, point.step, point.value) for history in histories for point in history if point.step > step}
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         """Log figures as metrics of that step."""
         from mlflow.entities import Metric
 
-        new, now = {name: value for name, value in numbers.items() if (name, step) not in self.had}, int(time.time() * 1000)
-        self.had -= {(name, step) for name in numbers}  # skip them only once: the final report may log the last step again
+        points, now = {(name, step, float(value)) for name, value in numbers.items()}, int(time.time() * 1000)
+        new = sorted(points - self.had)
+        self.had -= points  # skip them only once: the final report may log the last step again
         if new:
-            self.client.log_batch(self.id, metrics=[Metric(name, float(value), now, step) for name, value in new.items()])
+            self.client.log_batch(self.id, metrics=[Metric(name, value, now, step) for name, _, value in new])
 
     def report(self, result: Result) -> None:
         """Log the figures and a table of decoded texts; with ``artifact`` also the report's files and the exported folder."""
