@@ -14,6 +14,7 @@ S strips of a chunk.
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_right
 from dataclasses import dataclass
 
@@ -21,6 +22,13 @@ import torch
 from torch import Tensor
 
 CACHED, LAUNCHED = 1 << 20, 1 << 26  # numbers in a strip: on a CPU what its cache holds; on a GPU more, because each launch costs
+KEPT = 30 << 20  # bytes; blocks above 32 MiB no longer raise glibc's trim threshold (see keep_freed_memory)
+
+
+@functools.cache  # once a process is enough
+def keep_freed_memory() -> None:
+    """glibc gives memory back once more is free than twice the largest block freed so far: what a chunk frees, the next shall find."""
+    torch.empty(KEPT, dtype=torch.uint8, device="cpu")  # its pages are never touched
 
 
 def strip_of(device: torch.device) -> int:

@@ -218,7 +218,7 @@ class Learner(nn.Module):
             rounds = int(roots_BT.sum())
             walked = Walk(rounds, rounds + int(reached_K.sum()), reached_K.tolist())
         seen.walked.add(walked)
-        seen.means.add(out, self.decay)
+        seen.means.add(out)
         by_depths = _acceptance(seen.walked, "train") | seen.means.figures("train")
         return {"expected_length": seen.walked.expected_length, **by_depths, **self.also}
 
@@ -239,7 +239,7 @@ def evaluate(learner: Learner, batches: list[TargetBatch], depth: int | None = N
             out = learner(batch, wanted=Wanted(ask_BA, learner.supervised(batch, ask_BA)))
             match_KBT = out.match_KBT if match_KBT is None else match_KBT | out.match_KBT
             loss, count = loss + float(out.loss_sum), count + float(out.weight_sum)
-            means.add(out, learner.decay)
+            means.add(out)
         assert match_KBT is not None
         walked.add(walk_rows(match_KBT[:depth].cpu(), batch.supervised(1)))
     learner.train(training)
@@ -258,11 +258,9 @@ class _Means:
     def __init__(self) -> None:
         self.sums_3K: Tensor | None = None  # sums of the loss, of right guesses, and of guesses
 
-    def add(self, out: LossOut, decay: float) -> None:
-        K = len(out.count_K)
-        weight_K = decay ** torch.arange(K, dtype=torch.float64)
-        loss_K = torch.where(weight_K > 0, out.loss_K.cpu() / weight_K, 0.0)
-        own_3K = torch.stack([loss_K, out.match_KBT[:K].sum((1, 2)).cpu(), out.count_K.cpu()])
+    def add(self, out: LossOut) -> None:
+        right_K = out.match_KBT[: len(out.count_K)].sum((1, 2))
+        own_3K = torch.stack([out.plain_K.double(), right_K, out.count_K]).cpu()
         self.sums_3K = own_3K if self.sums_3K is None else self.sums_3K + own_3K
 
     def figures(self, where: str) -> dict[str, float]:

@@ -12,7 +12,6 @@ hidden, C positions of a chunk, R draft rows of a chunk, S positions of a strip,
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -24,14 +23,13 @@ from torch import Tensor
 from headstart.heads.base import TargetEnds
 from headstart.heads.unembedding import Unembedding
 from headstart.inference.decoding.sampling import wide
-from headstart.trainers.chunks import Chunk, chunks, guesses_of, strip_of
+from headstart.trainers.chunks import Chunk, chunks, guesses_of, keep_freed_memory, strip_of
 from headstart.trainers.divergences import Divergence, Teacher, nll, overlap
 from headstart.trainers.products import Known, add, fill, times
 from headstart.trainers.selector import Selection
 from headstart.trainers.terms import Constants, Weights, kernel_of, term, weighting_of
 
 KERNELS = {"triton": "headstart.trainers.kernel", "native": "headstart.trainers.native_kernel"}
-KEPT = 30 << 20  # bytes; blocks above 32 MiB no longer raise glibc's trim threshold (see _keep_freed_memory)
 
 
 @dataclass
@@ -48,6 +46,7 @@ class LossOut:
     alpha_KBT: Tensor  # acceptance probability of each guess (temperature 1), 0 where unsupervised
     true_KBT: Tensor  # the drafter's probability of the token in the data, 0 where unsupervised
     loss_K: Tensor = field(default_factory=lambda: torch.zeros(0))  # each depth's part of loss_sum: divergences and selector
+    plain_K: Tensor = field(default_factory=lambda: torch.zeros(0))  # the same without the weights of the pairs; 0 without figures
 
 
 def fused_loss(
@@ -109,12 +108,6 @@ def fused_loss(
     return walk(_Sums(hidden, unembeddings, parts, tokens_BT.shape, weighed, selector, weight_KP, figures, ask_BA, by, in_kernel))
 
 
-@functools.cache  # once a process is enough
-def _keep_freed_memory() -> None:
-    """glibc gives memory back once more is free than twice the largest block freed so far: what a chunk frees, the next shall find."""
-    torch.empty(KEPT, dtype=torch.uint8, device="cpu")  # its pages are never touched
-
-
 def _dtype_of(hidden: Tensor) -> torch.dtype:
     """Of the draft logits."""
     kind = hidden.device.type
@@ -163,8 +156,8 @@ class _Sums:
         numbers = max((sum(part.counts_K) for part in parts), default=0) * max(len(u.weight_VH) for u in unembeddings)
         self.room = torch.empty(numbers, dtype=self.dtype, device=device)  # for the logits of every chunk
         if device.type == "cpu" and numbers > strip_of(device):
-            _keep_freed_memory()
-        self.loss_K = torch.zeros(len(hidden), dtype=wide(hidden[0]).dtype, device=device)
+            keep_freed_memory()
+        self.loss_K, self.plain_K = (torch.zeros(len(hidden), dtype=wide(hidden[0]).dtype, device=device) for _ in range(2))
         self.match_KP = torch.zeros(weight_KP.shape, dtype=torch.bool, device=device)
         self.alpha_KP, self.true_KP = (torch.zeros(weight_KP.shape, dtype=self.loss_K.dtype, device=device) for _ in range(2))
 
@@ -210,9 +203,12 @@ class _Sums:
         said = {key: self.kernel.Said.of(said_CV, data_C, ids_V) for key, ids_V in self.vocabularies.items()}
         for unembedding, depths in self.groups.values():
             for k in depths:
-                about = (said[id(unembedding.ids_V)], places[k], self.weight_KP[k, roots[k]], self.in_kernel, self.grad)
+                weight_R = self.weight_KP[k, roots[k]]
+                about = (said[id(unembedding.ids_V)], places[k], weight_R, self.in_kernel, self.grad)
                 loss_R, alpha_R, true_R, match_R = self.kernel.judge(logits[k], *about)
                 self.loss_K[k] += loss_R.sum()
+                if self.figures:  # of a pair without weight a kernel does not say the loss
+                    self.plain_K[k] += torch.where(weight_R > 0, loss_R / weight_R, 0.0).sum()
                 for kept_KP, own_R in ((self.alpha_KP, alpha_R), (self.true_KP, true_R), (self.match_KP, match_R)):
                     kept_KP[k, roots[k]] = own_R.to(kept_KP.dtype)
 
@@ -244,6 +240,7 @@ class _Sums:
             loss = (self.weight_KP[k, root_R] * loss_R).sum()
         self.loss_K[k] += loss.detach()
         if self.figures:
+            self.plain_K[k] += loss_R.detach().sum()
             self.alpha_KP[k, root_R] = overlap(log_q_RV.detach(), teacher)
             self.true_KP[k, root_R] = torch.exp(-nll(log_q_RV.detach(), teacher.data_C)) * (teacher.data_C >= 0)
         if self.grad:
@@ -256,8 +253,10 @@ class _Sums:
         id of the one that multiplies it.
         """
         weight_R = self.selector * torch.cat([self.weight_KP[k, roots[k]] for k in depths])
-        for k, loss_R in zip(depths, (weight_R * selection.loss_R).split([len(roots[k]) for k in depths]), strict=True):
-            self.loss_K[k] += loss_R.sum()
+        losses = torch.stack([weight_R, torch.full_like(weight_R, self.selector)]) * selection.loss_R
+        for k, loss_2R in zip(depths, losses.split([len(roots[k]) for k in depths], dim=1), strict=True):
+            self.loss_K[k] += loss_2R[0].sum()
+            self.plain_K[k] += loss_2R[1].sum()
         return [selection.backward(weight_R, grad_RV, part_RX, self.cast[matrix], self.grads_VH.get(matrix))] if self.grad else []
 
     def _look(
@@ -297,4 +296,4 @@ class _Sums:
             grads = [*self.grads_BAH, *(g if (g := self.grads_VH.get(id(w))) is None else g.to(w.dtype) for w in self.weights)]
             loss = Known.apply(loss, grads, *inputs)
         match_KBT, alpha_KBT, true_KBT = (x.view(-1, *self.shape) for x in (self.match_KP, self.alpha_KP, self.true_KP))
-        return LossOut(loss, weight_sum, match_KBT, count_K, alpha_KBT, true_KBT, self.loss_K)
+        return LossOut(loss, weight_sum, match_KBT, count_K, alpha_KBT, true_KBT, self.loss_K, self.plain_K)

@@ -6,7 +6,8 @@ train/...       loss, expected_length, lr, gradient_norm, tokens, epoch; by dept
                 divergence from the original per position; with loss.on_policy on_policy_rows, on_policy_rejected_rounds (a share),
                 on_policy_accepted_length and on_policy_acceptance, of the drafter's own text
 heldout/...     loss, expected_length: over held-out text, teacher-forced; by depth depth/1/acceptance (share of a chain's rounds in which
-                this guess and all before it are right), depth/1/accuracy (share of all guesses), loss_depth/1 (without the decay)
+                this guess and all before it are right), depth/1/accuracy (share of all guesses), loss_depth/1 (without decay and
+                weighting)
 decode/T0/...   at temperature 0, decoding with a tree: accepted_length and expected_length (tokens per target pass), standard_error (of
                 their difference), depth/1/acceptance, tokens_per_second, plain_tokens_per_second, speedup; decode/T0/chain/... with
                 chains; decode/T0/auto/... with what decode=auto chose (tree, chains or no guesses); decode/T1/... at temperature 1

@@ -94,6 +94,22 @@ def test_loss_and_accuracy_of_each_depth(target: Target) -> None:
     assert together["expected_length"] == pytest.approx(walks.tokens / walks.rounds) != found["expected_length"]
 
 
+@pytest.mark.parametrize(("name", "weighting", "terms", "kernel"), [
+    ("eagle", "dpace", {"kl": 1.0}, "torch"), ("eagle", "chain", {"tv": 1.0}, "auto"),
+    ("dflash2", "dpace", {"ce": 1.0, "selector": 0.6}, "auto"),
+])  # fmt: skip
+def test_loss_of_a_depth_is_without_weights(name: str, weighting: str, terms: dict[str, float], kernel: str, target: Target) -> None:
+    """So that a training's figures can be compared with those over held-out text, which have none."""
+    drafter = quiet(name, target).train()
+    drafter.anchors = 0
+    learner = Learner(drafter, **LOSS | {"weighting": weighting, "terms": terms, "kernel": kernel})
+    batch = look(repetitive().batch(slice(0, 4)), target, drafter.taps)
+    figures = learner.figures(learner(batch), learner.wanted(batch))
+    held = evaluate(learner, [batch])
+    own = {key: value for key, value in figures.items() if "loss_depth" in key}
+    assert own == pytest.approx({key: held[key.replace("train", "heldout")] for key in own}, rel=1e-5) and len(own) > 1
+
+
 @torch.no_grad()
 def test_of_anchors_the_figures_are_means_over_them(target: Target) -> None:
     learner = Learner(make("dflash", target), **LOSS)
