@@ -25,6 +25,7 @@ from headstart.trainers.joint import Joint
 from headstart.trainers.learner import Learner, Seen, Wanted
 from headstart.trainers.losses import LossOut
 from headstart.trainers.on_policy import OnPolicy
+from headstart.trainers.operations import uncounted
 from headstart.trainers.optimizer import FLOOR, before_the_fall, learning_rate, open_optimizers
 from headstart.trainers.parallel import DDP, spread
 from headstart.trainers.patience import Patience
@@ -172,7 +173,8 @@ class Arm:
         """
         accelerator, number = self.accelerator, self.fitted.steps
         if number % own.every == 0:
-            self.shown |= own.collect(number, micro, accelerator)
+            with uncounted():
+                self.shown |= own.collect(number, micro, accelerator)
         with accelerator.autocast():
             batch = own.draw(number, len(micro[0].tokens_BT), accelerator.process_index)
         wanted = None if batch is None else self.learner.wanted(batch)

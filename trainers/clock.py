@@ -6,7 +6,7 @@ clock.exact = True                              # tell the parts of this step ap
 start = time.perf_counter()
 ...                                             # fetch a batch, run the target, or step
 seconds = clock.since(start, "data", arms)      # added to each of these arms in full, as if it trained alone
-with clock.counting(arms): ...                  # counts operations, in an arm's first step only
+with clock.counting(kinds): ...                 # counts operations, in the first step of a kind only
 clock.figures(arm)                              # the arm's figures since the last call: speed/..., system/...
 """
 
@@ -16,7 +16,7 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -25,6 +25,7 @@ from headstart.trainers.gpus import peak
 from headstart.trainers.operations import Operations
 
 PARTS = ("data", "target", "step", "waiting")
+Kind = tuple[str, Hashable]  # an arm, and what its steps do for the present (Learner.phase): of one kind all take as many operations
 
 
 class Clock:
@@ -32,10 +33,11 @@ class Clock:
 
     def __init__(self, device: torch.device, processes: int = 1) -> None:
         self.device, self.processes, self.exact, self.peak = device, processes, True, peak(device)
-        self.operations: dict[str, float] = {}  # arm -> operations in its first step, in this process
-        self.per_token: dict[str, float] = {}  # arm -> operations per token
+        self.operations: dict[Kind, float] = {}  # operations in the first step of a kind, in this process
+        self.per_token: dict[Kind, float] = {}  # operations per token
         self.whole: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
+        self.done: Counter[str] = Counter()  # operations of all processes
         self.parts: dict[str, Counter[str]] = {part: Counter() for part in PARTS}
 
     def since(self, start: float, part: str, arms: Iterable[str]) -> float:
@@ -50,36 +52,37 @@ class Clock:
         return took
 
     @contextmanager
-    def counting(self, arms: Collection[str]) -> Iterator[None]:
-        """Count the operations inside for those arms that are in their first step."""
-        new = [arm for arm in arms if arm not in self.per_token]
+    def counting(self, kinds: Collection[Kind]) -> Iterator[None]:
+        """Count the operations inside, of a step of each of these kinds, for those that are new."""
+        new = [kind for kind in kinds if kind not in self.per_token]
         if not new:
             yield
             return
         with Operations() as found:
             yield
-        for arm in new:
-            self.operations[arm] = self.operations.get(arm, 0.0) + found.count
+        for kind in new:
+            self.operations[kind] = self.operations.get(kind, 0.0) + found.count
 
-    def count(self, arm: str, tokens: int) -> None:
-        """Note the end of a step of an arm, which has trained on ``tokens`` tokens in all processes."""
-        self.tokens[arm] += tokens
-        if arm not in self.per_token:
-            self.per_token[arm] = self.operations.pop(arm, 0.0) * self.processes / max(tokens, 1)
+    def count(self, kind: Kind, tokens: int) -> None:
+        """Note the end of a step of that kind, which has trained on ``tokens`` tokens in all processes."""
+        if kind not in self.per_token:
+            self.per_token[kind] = self.operations.pop(kind, 0.0) * self.processes / max(tokens, 1)
+        self.tokens[kind[0]] += tokens
+        self.done[kind[0]] += self.per_token[kind] * tokens  # type: ignore[assignment]
 
     def figures(self, arm: str) -> dict[str, float]:
         """Figures since the last call: tokens per second, each part's share of the time, memory, and 10^12 operations per second of one
-        process. Operations are counted in the first step only, because all rows are equally long.
+        process. Operations are counted in the first step of each kind only, because all rows are equally long.
         """
         known = {part: seconds[arm] for part, seconds in self.parts.items()}
         made = {f"speed/{part}_share": seconds / max(sum(known.values()), 1e-9) for part, seconds in known.items()}
         made["speed/tokens_per_second"] = self.tokens[arm] / max(self.whole[arm], 1e-9)
-        if operations := self.per_token.get(arm):
-            per_second = operations * made["speed/tokens_per_second"] / self.processes
+        if operations := self.done[arm]:
+            per_second = operations / max(self.whole[arm], 1e-9) / self.processes
             made["speed/teraflops"] = per_second / 1e12
             if self.peak is not None:
                 made["speed/mfu"] = per_second / self.peak
-        for counter in (self.whole, self.tokens, *self.parts.values()):
+        for counter in (self.whole, self.tokens, self.done, *self.parts.values()):
             counter[arm] = 0
         return made | memory(self.device)
 

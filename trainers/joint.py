@@ -91,6 +91,10 @@ class Joint(Learner):
         lr = self.settings["lr"]
         return [torch.optim.AdamW([{"params": list(self.lora.values()), "peak_lr": lr}], lr=lr, betas=betas, weight_decay=0.0, fused=True)]
 
+    def phase(self, done: float) -> tuple[bool, ...]:
+        """As ``Learner.phase``; before ``start`` the target does not learn."""
+        return (*super().phase(done), done < self.settings["start"])
+
     def forward(self, batch: TargetBatch, figures: bool = True, done: float = 1.0, wanted: Wanted | None = None) -> LossOut:
         """As ``Learner.forward``. ``batch`` holds the states of the original target. In evaluation the teacher is the adapted target,
         because it will verify the guesses.

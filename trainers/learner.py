@@ -134,6 +134,10 @@ class Learner(nn.Module):
             supervised[0] = batch.supervised(1).cpu()
         return Wanted(ask_BA, supervised)
 
+    def phase(self, done: float) -> tuple[bool, ...]:
+        """What a step does when the share ``done`` of the training is over: steps of one phase take equally many operations."""
+        return (done < self.base_until,)
+
     def count(self, wanted: Wanted) -> float:
         """A batch's part of the loss's divisor: the number of supervised (root, depth) pairs, weighted by decay^(depth-1)."""
         counts_K: list[int] = torch.stack(wanted.supervised).sum((1, 2)).tolist()

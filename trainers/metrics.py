@@ -13,8 +13,9 @@ decode/T0/...   at temperature 0, decoding with a tree: accepted_length and expe
                 chains; decode/T0/auto/... with what decode=auto chose (tree, chains or no guesses); decode/T1/... at temperature 1
 decode/...      lossless, hf_generate_tokens_per_second, off_policy_expected_length; with several drafters c, v, predicted_speedup
 speed/...       tokens_per_second; shares of time: data_share, target_share, step_share, waiting_share (for other processes); teraflops,
-                10^12 operations per second of one process; mfu, their share of the GPU's dense bf16 peak if that is known; gate_seconds,
-                the time of a decoding during the training (trainers/gate.py), which does not count as training time
+                10^12 operations per second of one process, without those of decoding for loss.on_policy; mfu, their share of the GPU's
+                dense bf16 peak if that is known; gate_seconds, the time of a decoding during the training (trainers/gate.py), which does
+                not count as training time
 speed/T0/...    from a report that decodes several prompts at once: sequences/4/speedup, tokens_per_second, plain_tokens_per_second,
                 accepted_length; speed/T1/...
 system/...      memory_gib, gpu_memory_gib

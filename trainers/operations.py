@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import addmm_flop, flop_registry, sdpa_backward_flop, sdpa_flop
 
 from headstart.heads import native_flash  # noqa: F401 (so that torch knows its operations)
@@ -32,6 +32,9 @@ _OWN: dict[Any, Callable[..., int]] = {  # operations for which torch has no for
     torch.ops.headstart.causal_flash: _of_documents(sdpa_flop),
     torch.ops.headstart.causal_flash_backward: _of_documents(sdpa_backward_flop),
 }
+
+
+uncounted = _disable_current_modes  # inside, an ``Operations`` around it sees nothing: decoding replays graphs, and times its own products
 
 
 class Operations(TorchDispatchMode):

@@ -26,7 +26,7 @@ from torch.profiler import record_function
 from headstart.data.batch import TargetBatch, TokenBatch
 from headstart.heads.errors import UserError
 from headstart.trainers.arm import Arm, Step
-from headstart.trainers.clock import Clock
+from headstart.trainers.clock import Clock, Kind
 from headstart.trainers.interrupt import Interrupt
 from headstart.trainers.learner import evaluate
 from headstart.trainers.patience import DECODED, EXPECTED
@@ -128,23 +128,24 @@ class _Loop:
             micro = [next(batches) for _ in range(accumulate)]
         clock.since(start, "data", [arm.name for arm in active])
         self._wait(active, shown)
-        begun = self._of_each("start", active, lambda arm: arm.start(micro, steps))
+        kinds: dict[str, Kind] = {arm.name: (arm.name, arm.learner.phase(arm.fitted.steps / steps)) for arm in active}
+        begun = self._of_each("start", active, lambda arm: arm.start(micro, steps), kinds)
         for i, tokens in enumerate(micro):
             active = [arm for arm in active if not arm.failed]
             self.watch.at(f"step {number}, target")
             names, start = [arm.name for arm in active], time.perf_counter()
-            with record_function("target"), accelerator.autocast(), clock.counting(names):
+            with record_function("target"), accelerator.autocast(), clock.counting([kinds[name] for name in names]):
                 batch = self.observe(tokens, sorted({tap for arm in active for tap in arm.drafter.taps}))
             looked = clock.since(start, "target", names)
             for arm in active:
                 arm.fitted.seconds += looked  # in full for each arm, as if it trained alone
             if i == accumulate - 1:
                 self._wait(active, shown)
-            self._of_each(f"learn {i}", active, partial(_learn, clock, begun, batch, i, shown))
+            self._of_each(f"learn {i}", active, partial(_learn, begun, batch, i, shown), kinds)
         tokens_seen = accelerator.num_processes * sum(m.tokens_BT.numel() for m in micro)
         self._of_each("step", active, lambda arm: arm.step(begun[arm.name], tokens_seen))
         for arm in (active := [arm for arm in active if not arm.failed]):
-            clock.count(arm.name, tokens_seen)
+            clock.count(kinds[arm.name], tokens_seen)
             if shown:
                 self.speed = clock.figures(arm.name)
                 arm.log(arm.shown | self.speed)
@@ -240,15 +241,15 @@ class _Loop:
             with self.watch.patiently(f"step {arm.fitted.steps}, checkpoint"):
                 arm.save(keep, steps, self.console, stop)
 
-    def _of_each(self, what: str, active: list[Arm], call: Callable[[Arm], T]) -> dict[str, T]:
-        """Run ``call`` for each arm that has not failed, and add the seconds to the arm's. Returns the results by arm name, without
-        those of arms that fail during the call.
+    def _of_each(self, what: str, active: list[Arm], call: Callable[[Arm], T], kinds: Mapping[str, Kind] | None = None) -> dict[str, T]:
+        """Run ``call`` for each arm that has not failed, and add the seconds to the arm's, and with ``kinds`` the operations to those of
+        its step. Returns the results by arm name, without those of arms that fail during the call.
         """
         found: dict[str, T] = {}
         self.watch.at(f"step {max((arm.fitted.steps for arm in active), default=0) + 1}, {what}")
         for arm in (arm for arm in active if not arm.failed):
             start = time.perf_counter()
-            with self._guard(arm, what):
+            with self._guard(arm, what), self.clock.counting([kinds[arm.name]] if kinds else []):
                 found[arm.name] = call(arm)
             arm.fitted.seconds += self.clock.since(start, "step", [arm.name])
         return found
@@ -269,9 +270,8 @@ class _Loop:
                 raise UserError(f"no arm is left, the last one to fail was {arm.name}: {arm.failed}") from e
 
 
-def _learn(clock: Clock, begun: Mapping[str, Step], batch: TargetBatch, i: int, figures: bool, arm: Arm) -> None:
-    with clock.counting([arm.name]):
-        arm.learn(begun[arm.name], batch, i, figures)
+def _learn(begun: Mapping[str, Step], batch: TargetBatch, i: int, figures: bool, arm: Arm) -> None:
+    arm.learn(begun[arm.name], batch, i, figures)
 
 
 def _numbers(arms: Sequence[Arm], alone: bool) -> str:

@@ -22,7 +22,7 @@ from headstart.heads.unroll import unroll
 from headstart.inference.decoding.target import Target
 from headstart.inference.reports.walk import Walk, walk_rows
 from headstart.trainers import clock as clock_module
-from headstart.trainers import operations, progress, trainer
+from headstart.trainers import operations, products, progress, trainer
 from headstart.trainers.clock import Clock
 from headstart.trainers.gpus import GPUS, peak_of
 from headstart.trainers.learner import Learner, Seen, Wanted, evaluate
@@ -193,6 +193,27 @@ def test_a_step_counts_what_its_parts_take(target: Target, tmp_path: Path, monke
     train(known, target, tmp_path / "b", steps=1)
     (line,) = read_metrics(tmp_path / "b")
     assert line["speed/mfu"] == pytest.approx(line["speed/teraflops"] / 2)
+
+
+def test_operations_are_counted_anew_where_steps_do_something_else(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guesses without their correction are judged in the first half alone; and figures since the last ones are of what was done."""
+    monkeypatch.setattr(products, "by_onednn", lambda *_: False)  # for its products torch has no formula
+    own, done = Clock.count, list[float]()
+    monkeypatch.setattr(Clock, "count", lambda self, kind, tokens: (own(self, kind, tokens), done.append(self.done[kind[0]]))[0])
+    train(quiet("domino", target), target, tmp_path, steps=6, log_every=3, loss=LOSS | {"base_until": 0.5})
+    first, second, third, *rest = [a - b for a, b in zip(done, [0, 0, *done[1:2], 0, *done[3:5]], strict=True)]
+    assert first == second == third > 1.02 * rest[0] > 0 and rest[0] == rest[1] == rest[2]
+
+
+def test_the_drafters_own_text_counts_but_not_its_decoding(target: Target) -> None:
+    clock, kind = Clock(torch.device("cpu")), ("a", ())
+    with clock.counting([kind]):
+        torch.ones(2, 3) @ torch.ones(3, 5)
+        with operations.uncounted():
+            torch.ones(20, 30) @ torch.ones(30, 50)
+        torch.ones(2, 3) @ torch.ones(3, 5)
+    clock.count(kind, 12)
+    assert clock.per_token == {kind: 2 * (2 * 2 * 3 * 5) / 12}
 
 
 def test_the_peak_is_that_of_the_very_gpu_or_not_said() -> None:
