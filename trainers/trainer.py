@@ -126,8 +126,9 @@ class _Loop:
         start = time.perf_counter()
         with record_function("data"):
             micro = [next(batches) for _ in range(accumulate)]
-        clock.since(start, "data", [arm.name for arm in active])
-        self._wait(active, shown)
+        read = clock.since(start, "data", [arm.name for arm in active]) + self._wait(active, shown)
+        for arm in active:
+            arm.fitted.seconds += read  # in full for each arm, as if it trained alone; so is the target's pass
         kinds: dict[str, Kind] = {arm.name: (arm.name, arm.learner.phase(arm.fitted.steps / steps)) for arm in active}
         begun = self._of_each("start", active, lambda arm: arm.start(micro, steps), kinds)
         for i, tokens in enumerate(micro):
@@ -137,10 +138,10 @@ class _Loop:
             with record_function("target"), accelerator.autocast(), clock.counting([kinds[name] for name in names]):
                 batch = self.observe(tokens, sorted({tap for arm in active for tap in arm.drafter.taps}))
             looked = clock.since(start, "target", names)
-            for arm in active:
-                arm.fitted.seconds += looked  # in full for each arm, as if it trained alone
             if i == accumulate - 1:
-                self._wait(active, shown)
+                looked += self._wait(active, shown)
+            for arm in active:
+                arm.fitted.seconds += looked
             self._of_each(f"learn {i}", active, partial(_learn, begun, batch, i, shown), kinds)
         tokens_seen = accelerator.num_processes * sum(m.tokens_BT.numel() for m in micro)
         self._of_each("step", active, lambda arm: arm.step(begun[arm.name], tokens_seen))
@@ -151,12 +152,13 @@ class _Loop:
                 arm.log(arm.shown | self.speed)
         return active
 
-    def _wait(self, active: list[Arm], shown: bool) -> None:
-        """In a step with figures, wait here for the slowest process, so that this time counts as waiting."""
-        if shown and self.accelerator.num_processes > 1:
-            start = time.perf_counter()
-            self.accelerator.wait_for_everyone()
-            self.clock.since(start, "waiting", [arm.name for arm in active])
+    def _wait(self, active: list[Arm], shown: bool) -> float:
+        """In a step with figures, wait here for the slowest process, so that this time counts as waiting. Returns the seconds."""
+        if not shown or self.accelerator.num_processes == 1:
+            return 0.0
+        start = time.perf_counter()
+        self.accelerator.wait_for_everyone()
+        return self.clock.since(start, "waiting", [arm.name for arm in active])
 
     def asked(self, interrupt: Interrupt) -> bool:
         """Whether any process was asked to stop. All processes get the same answer, so that they enter collective operations together."""

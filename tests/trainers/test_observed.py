@@ -242,6 +242,17 @@ def test_waiting_for_other_processes_is_a_part_of_the_time(monkeypatch: pytest.M
     assert len(waited) == 1
 
 
+def test_a_trainings_seconds_are_those_of_all_its_parts(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part takes so long every time: data, the target's two passes; the beginning, two passes and the end of the drafter's step."""
+    seconds = {"data": 1000.0, "target": 100.0, "step": 1.0}
+    monkeypatch.setattr(Clock, "since", lambda self, start, part, arms: seconds[part])
+    assert train(quiet("medusa", target), target, tmp_path, steps=3, accumulate=2, log_every=1).seconds == 3 * (1000 + 2 * 100 + 4 * 1)
+    accelerator: Any = SimpleNamespace(num_processes=2, wait_for_everyone=lambda: None)
+    loop = trainer._Loop([], None, accelerator, None, Clock(torch.device("cpu"), 2), None)  # type: ignore[arg-type]
+    seconds["waiting"] = 7.0
+    assert loop._wait([], True) == 7.0
+
+
 def test_processes_that_wait_for_a_decoding_are_as_far_as_the_first() -> None:
     """Else the watch would take them for those that the first one waits for, after ``trainer.timeout`` seconds."""
     arm: Any = SimpleNamespace(name="a", label="", failed=False, fitted=SimpleNamespace(steps=7), drafter=make("medusa", tiny_target()))
