@@ -1,7 +1,8 @@
 """Advice when a run is out of memory: which setting to lower, and by how much.
 
 The plan (trainers/plan.py) counts the memory of a run. The advice is the first of its smaller batches that frees as much memory as the
-failed allocation asked for. As long as the number of rows in a step stays the same, a run can resume this way (trainers/resume.py).
+failed allocation asked for. As long as the number of rows in a step stays the same, a run can resume this way, unless its loss
+depends on the rows that are read together (trainers/resume.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 
 from headstart.trainers.plan import plan
 from headstart.trainers.plan_text import smaller
+from headstart.trainers.resume import read_together
 
 UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "PiB": 1 << 50, "EiB": 1 << 60}
 ASKED = re.compile(r"(?:[Tt]ried to|Unable to) allocate ([\d.]+) (bytes|[KMGTPE]iB)")  # in messages of CUDA, the CPU, numpy
@@ -33,15 +35,19 @@ def advice(settings: dict[str, Any], wanted: int) -> str:
     the run can go on so. ``wanted``: the bytes that are missing.
     """
     trainer, goes_on = settings["trainer"], f"; with out={settings['out']} the run goes on"
+    kept = next(filter(None, (read_together(each["loss"]) for each in (settings["arms"] or {"": settings}).values())), "")
+    fewer = f"; in a run of its own (out=DIR), as {kept}" if kept else goes_on
     try:
         before = plan(settings).needed
         for words, found in smaller(settings, {}, lambda found: before - found.needed >= max(wanted, 1)):
             if any(word.startswith("trainer.length") for word in words):
                 goes_on = ""
+            elif any(word.startswith("trainer.batch_size") for word in words):
+                goes_on = fewer
             return f"{' '.join(words)} takes {(before - found.needed) / 1e9:.2g} GB less (of {before / 1e9:.2g}){goes_on}"
     except Exception:  # a plan may not know this run; the user still needs advice
         if trainer["batch_size"] > 1 and trainer["batch_size"] % 2 == 0:
             half = f"trainer.batch_size={trainer['batch_size'] // 2} trainer.accumulate={2 * trainer['accumulate']}"
-            return f"{half} halves what a batch takes{goes_on}"
+            return f"{half} halves what a batch takes{fewer}"
     return "no smaller batch frees that: spread the target (target.device=map) or capture it beforehand (python -m data); plan=true says " \
            "what each part takes"  # fmt: skip

@@ -110,13 +110,17 @@ def shared_out(now: Batch, begun: Batch, losses: Iterable[dict[str, Any]], strea
     for loss in losses:
         if loss["on_policy"] and now.processes != begun.processes:
             raise UserError(f"loss.on_policy keeps rows of each process: go on with {begun.processes}, as the run began")
-        if loss["on_policy"] and share // accumulate != begun.rows:
-            raise UserError(f"loss.on_policy takes as many of the drafter's own rows as a batch has: go on with "
-                            f"trainer.batch_size={begun.rows}, as the run began")  # fmt: skip
-        if loss["weighting"] == "dpace" and share // accumulate != begun.rows:
-            raise UserError(f"loss.weighting={loss['weighting']} is of the rows that are read together: go on with "
-                            f"trainer.batch_size={begun.rows} and {begun.processes} processes, as the run began")  # fmt: skip
+        if (why := read_together(loss)) and share // accumulate != begun.rows:
+            also = f" and {begun.processes} processes" if now.processes != begun.processes else ""
+            raise UserError(f"{why}: go on with trainer.batch_size={begun.rows}{also}, as the run began")
     return Batch(share // accumulate, accumulate, now.processes)
+
+
+def read_together(loss: dict[str, Any]) -> str:
+    """Why a run with this loss keeps its number of rows that are read together; "" if that may change."""
+    if loss["on_policy"]:
+        return "loss.on_policy takes as many of the drafter's own rows as a batch has"
+    return "loss.weighting=dpace is of the rows that are read together" if loss["weighting"] == "dpace" else ""
 
 
 def check_earlier(runs: Sequence[Path], same: dict[str, Any], resume: bool) -> None:

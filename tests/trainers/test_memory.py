@@ -15,6 +15,7 @@ from headstart.trainers import memory
 from headstart.trainers.arm import Arm
 from headstart.trainers.memory import advice, asked_for
 from headstart.trainers.plan import plan
+from headstart.trainers.resume import Batch, shared_out
 from headstart.trainers.run import fit, prepare
 from tests.trainers.conftest import Composed
 
@@ -55,6 +56,17 @@ def test_the_advice_frees_as_much_as_was_wanted(composed: Composed, overrides: l
     one = of_a_plan(composed(*overrides, "trainer.batch_size=1", "loss.chunk=1"))
     assert advice(one, 0).startswith("trainer.length=32 takes ") and "out=" not in advice(one, 0), "other rows are another run"
     assert "no smaller batch frees that" in advice(settings, 1 << 50)
+
+
+@pytest.mark.parametrize("loss", [["loss=dpace"], ["loss=on_policy_rejected"]])
+def test_what_is_advised_is_said_to_go_on_only_where_it_does(
+    loss: list[str], composed: Composed, overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = of_a_plan(composed(*overrides, "trainer.batch_size=4", *loss))
+    with pytest.raises(UserError, match=r"go on with trainer\.batch_size=4, as the run began"):
+        shared_out(Batch(2, 2, 1), Batch(4, 1, 1), [settings["loss"]])
+    for said in (advice(settings, 0), monkeypatch.setattr(memory, "plan", lambda _: 1 // 0) or advice(settings, 0)):
+        assert re.match(r"trainer\.batch_size=2 trainer\.accumulate=2 .*; in a run of its own \(out=DIR\), as loss\.", said), said
 
 
 def test_where_there_is_no_plan_half_the_rows_are_advised(
