@@ -10,6 +10,7 @@ from headstart.door import values
 from headstart.door.values import Above0, AtLeast0, Count, Place, Probability, Seed, Whole, Word, keys, said
 from headstart.door.words import Says, shown
 from headstart.heads.errors import near
+from headstart.trainers.patience import too_much
 
 Skip = Literal["error", "skip"]
 
@@ -196,12 +197,8 @@ class Trainer(Group):
 
     @model_validator(mode="after")
     def _patience_has_something_to_judge(self) -> Trainer:
-        key, what = ("decode_every", "decodings") if self.decode_every else ("eval_every", "evaluations")
-        judged = (self.steps - 1) // getattr(self, key)  # before the end
-        if self.patience and self.epochs is None and judged <= self.patience:
-            or_ = ", or take trainer.decode_every=0 to go by evaluations" if self.decode_every else ""
-            raise ValueError(f"trainer.patience={self.patience} takes {self.patience + 1} {what} at least, and before step {self.steps} "
-                             f"there are {judged}: lower trainer.{key}={getattr(self, key)}{or_}")  # fmt: skip
+        if self.epochs is None and (why := too_much(self.patience, self.steps, self.decode_every, self.eval_every)):
+            raise ValueError(why)  # of epochs trainers/prepare.py asks once it knows how many steps they are
         return self
 
 

@@ -8,9 +8,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from headstart.trainers.optimizer import learning_rate
-
 DECODED, EXPECTED = "decode/T0/accepted_length", "heldout/expected_length"  # the number judged by: the first if the gate decodes
+
+
+def too_much(patience: int, steps: int, decode_every: int, eval_every: int) -> str:
+    """Why a training of so many steps cannot be stopped early by this ``trainer.patience``; "" if it can."""
+    key, what, every = ("decode_every", "decodings", decode_every) if decode_every else ("eval_every", "evaluations", eval_every)
+    if not patience or (judged := (steps - 1) // every) > patience:  # before the end
+        return ""
+    instead = ", or take trainer.decode_every=0 to go by evaluations" if decode_every else ""
+    return f"trainer.patience={patience} takes {patience + 1} {what} at least, and before step {steps} there are {judged}: lower " \
+           f"trainer.{key}={every}{instead}"  # fmt: skip
 
 
 @dataclass
@@ -55,6 +63,8 @@ class Patience:
         has the same early steps, so that it can resume from here. ``out``: the run folder.
         """
         evaluations = f"{self.since} evaluations since then (trainer.patience={self.evaluations})"
+        from headstart.trainers.optimizer import learning_rate  # here, because door/ reads this file before torch is loaded
+
         why = f"{self.by} was best at step {self.step}, {self.best:.2f}, and no better in {evaluations}"
         if schedule == "constant" or (rate := learning_rate(step, steps, warmup, schedule, floor)) < 0.01:
             return why

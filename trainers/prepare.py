@@ -29,6 +29,7 @@ from headstart.trainers.checkpoint import set_rng_state
 from headstart.trainers.job import Job
 from headstart.trainers.joint import check_lora
 from headstart.trainers.parallel import DDP, check_parallel
+from headstart.trainers.patience import too_much
 from headstart.trainers.processes import open_accelerator
 from headstart.trainers.resume import Batch, batch_of, check_earlier, lasting
 from headstart.trainers.sinks import Input
@@ -83,7 +84,7 @@ def prepare(
             _check_capture(capture, data, own, [folder for folders in runs.values() for folder in (*places, *folders)])
         about = _target(target, data, own, served, stack)
         source = open_source(data, about, length=trainer["length"], seed=trainer["seed"])
-        trainer = trainer | {"steps": _steps(trainer, source)}
+        trainer = trainer | {"steps": _steps(trainer, own, source)}
         own = {name: each | {"trainer": each["trainer"] | {"steps": trainer["steps"]}} for name, each in own.items()}
         drafters = {name: first_drafter(name, each, about, source, runs[name]) for name, each in own.items()}
         parts = dict(target=target, data=data, decode=decode, export=export, tracker=tracker, trainer=trainer, parallel=parallel)
@@ -171,14 +172,19 @@ def _target(settings: Settings, data: Settings, own: dict[str, Settings], served
     return target
 
 
-def _steps(trainer: Settings, source: Source) -> int:
-    """The number of steps: ``trainer.steps``, or what ``trainer.epochs`` amounts to over all processes."""
+def _steps(trainer: Settings, own: Mapping[str, Settings], source: Source) -> int:
+    """The number of steps: ``trainer.steps``, or what ``trainer.epochs`` amounts to over all processes. Raises UserError if those are too
+    few for ``trainer.patience`` (of ``trainer.steps`` door/groups.py says it).
+    """
     steps = int(trainer["steps"])
     if (epochs := trainer["epochs"]) is not None:
         rows, step = source.rows, trainer["batch_size"] * trainer["accumulate"] * processes()
         steps = max(1, math.ceil(epochs * rows / step))
         if is_main():
             print(f"trainer.epochs={epochs:g}: {steps:,} steps of {step:,} rows, of {rows:,} in an epoch")
+        for each in own.values():
+            if why := too_much(each["trainer"]["patience"], steps, trainer["decode_every"], trainer["eval_every"]):
+                raise UserError(why)
     if is_main() and trainer["warmup"] >= steps:
         print(f"trainer.warmup={trainer['warmup']} of {steps} steps: the learning rate does not reach its peak")
     return steps

@@ -147,6 +147,14 @@ def test_what_is_decoded_judges_and_the_best_is_exported(
     assert max(rates) == int(advised[1].partition("=")[2]) == 15 and rates[15] < 0.5 * rates[10]
 
 
+def test_epochs_that_are_too_few_for_patience_are_refused(composed: Composed, overrides: list[str], tmp_path: Path) -> None:
+    """Of steps the command says it before anything is loaded."""
+    more = ["trainer.patience=3", "trainer.decode_every=0", "trainer.eval_every=2", "trainer.epochs=0.2"]
+    with pytest.raises(UserError, match=r"patience=3 takes 4 evaluations .* before step 6 there are 2: lower trainer\.eval_every=2$"):
+        run(**composed(*overrides, *more, "report=none"))
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
 def test_patience_without_anything_to_judge_by_is_refused(
     composed: Composed, overrides: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
