@@ -231,6 +231,8 @@ class Arm:
         if accelerator.is_main_process:
             with suppress(OSError):  # the message below names the step as well
                 note(self.run, number, why, [(number - 1) * len(rows), number * len(rows)], rows)
+        for name in ("loss", "gradient_norm"):  # those of the step before are not this one's
+            self.shown.pop(name, None)
         if self.guard.skip(number):
             accelerator.print(f"{self.label}step {number} is skipped: {why} (its rows: {self.run / FILE})")
             return

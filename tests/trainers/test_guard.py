@@ -74,6 +74,14 @@ def test_what_is_not_finite_is_passed_over(
     assert read_metrics(tmp_path)[-1]["train/skipped"] == 1 and arms[0].guard.skipped == [5]
 
 
+def test_a_step_that_is_skipped_logs_no_loss(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the step before is not its own."""
+    spoil(monkeypatch, {3: lambda loss: loss * math.inf})
+    train(quiet(HEADS[0], target), target, tmp_path, skips=1, steps=4, log_every=1)
+    assert [{"train/loss", "train/gradient_norm"} <= line.keys() for line in read_metrics(tmp_path)] == [True, True, False, True]
+    assert all("train/lr" in line for line in read_metrics(tmp_path))
+
+
 def test_a_spike_is_passed_over_and_so_it_is_after_a_resume(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is usual is kept by a checkpoint: a run that was stopped between decides as one that was not."""
     at = LEAST + 4
