@@ -84,7 +84,8 @@ class Learner(nn.Module):
         self.terms = {name: weight for name, weight in terms.items() if name not in BESIDE}
         self.share = (0, 1)  # (rank, number of processes): which rows of a step this process has
         self.checkpointing = False  # gradient checkpointing of the drafter's depths (heads/unroll.py)
-        self.also: dict[str, float] = {}  # further figures of the last forward, for the curves
+        self.also: dict[str, float] = {}  # further figures of the last forward, for the curves: means over so many positions
+        self.over = 0
 
     @property
     def trained(self) -> nn.Module:
@@ -224,7 +225,11 @@ class Learner(nn.Module):
         seen.walked.add(walked)
         seen.means.add(out)
         by_depths = _acceptance(seen.walked, "train") | seen.means.figures("train")
-        return {"expected_length": seen.walked.expected_length, **by_depths, **self.also}
+        seen.over += self.over
+        for name, mean in self.also.items():
+            seen.also[name] = seen.also.get(name, 0.0) + mean * self.over
+        also = {name: total / max(1, seen.over) for name, total in seen.also.items()}
+        return {"expected_length": seen.walked.expected_length, **by_depths, **also}
 
 
 @torch.no_grad()
@@ -282,3 +287,5 @@ class Seen:
 
     walked: Walk = field(default_factory=Walk)
     means: _Means = field(default_factory=_Means)
+    also: dict[str, float] = field(default_factory=dict)  # sums of ``Learner.also`` over ``over`` positions
+    over: int = 0

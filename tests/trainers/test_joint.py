@@ -18,7 +18,7 @@ from headstart.heads.errors import UserError
 from headstart.inference.decoding.target import Target
 from headstart.trainers import checkpoint
 from headstart.trainers.joint import Joint, divergence, how_changed
-from headstart.trainers.learner import evaluate
+from headstart.trainers.learner import Seen, evaluate
 from headstart.trainers.run import run
 from tests.drafters import HEADS, make
 from tests.tiny_targets import tiny_target
@@ -89,6 +89,19 @@ def test_without_its_adapter_it_is_the_original(target: Target) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, target.model.parameters(), strict=True))
     ours, shared = {p.data_ptr() for p in learner.target.model.parameters()}, {p.data_ptr() for p in target.model.parameters()}
     assert ours - shared == {p.data_ptr() for p in learner.lora.values()} and shared <= ours
+
+
+def test_how_far_the_target_has_moved_is_over_all_rows_of_a_step(target: Target) -> None:
+    """Not over its last micro-batch's."""
+    learner = joint(target).train()
+    disturb(learner)
+    seen, apart, positions = Seen(), 0.0, 0
+    for rows in (slice(0, 3), slice(3, 4)):
+        batch = look(repetitive().batch(rows), target, learner.drafter.taps)
+        wanted = learner.wanted(batch)
+        figures = learner.figures(learner(batch, done=0.5, wanted=wanted), wanted, seen)
+        apart, positions = apart + learner.also["target_kl"] * int(batch.supervised(0).sum()), positions + int(batch.supervised(0).sum())
+    assert figures["target_kl"] == pytest.approx(apart / positions) != learner.also["target_kl"]
 
 
 def test_the_loss_is_the_drafters_and_a_share_of_the_divergence(target: Target) -> None:
