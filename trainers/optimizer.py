@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -98,6 +99,7 @@ def learning_rate(step: int, steps: int, warmup: float, schedule: str, floor: fl
     return 1 - done if schedule == "linear" else floor + (1 - floor) / 2 * (1 + math.cos(math.pi * done))
 
 
+@functools.cache  # asked after every step, and goes through all of them
 def before_the_fall(steps: int, warmup: float, schedule: str) -> int | None:
     """The last step up to which the learning rate does not depend on ``steps``. A longer run can resume from its weights. None if no such
     step is worth keeping: ``cosine`` and ``linear`` fall from the first step after the warm-up.

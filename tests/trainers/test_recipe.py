@@ -103,6 +103,7 @@ def test_linear_and_constant_schedules() -> None:
     constant = [learning_rate(s, 50, 10, "constant") for s in range(50)]
     assert constant[10:] == [1.0] * 40 and constant[:10] == linear[:10]
     assert before_the_fall(50, 10, "constant") == 50 and before_the_fall(50, 10, "linear") is None
+    assert before_the_fall.cache_info().maxsize is None, "every arm asks after every step"
 
 
 @pytest.mark.parametrize("schedule", ["wsd", "cosine", "linear", "constant"])
