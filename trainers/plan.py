@@ -189,8 +189,8 @@ def parameters_of(model: Any) -> dict[str, int]:
 def _width(hf: Any, shape: TargetShape) -> int:
     """Width of the MLP that a token passes: of a mixture of experts, the chosen experts' together."""
     text = hf.get_text_config()
-    inner = getattr(text, "moe_intermediate_size", None)
-    return shape.intermediate_size if inner is None else inner * (getattr(text, "num_experts_per_tok", None) or 1)
+    inner = getattr(text, "moe_intermediate_size", None) or shape.intermediate_size  # Mixtral and gpt-oss have no name of its own for it
+    return inner * (getattr(text, "num_experts_per_tok", None) or 1)
 
 
 def _pass(weights: int, shape: TargetShape, trainer: Settings) -> float:

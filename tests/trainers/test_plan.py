@@ -175,6 +175,12 @@ def test_published_sizes() -> None:
         assert (sizes["dense"] + sizes["active"]) / 1e9 == pytest.approx(active, rel=0.03), name
 
 
+def test_a_token_passes_all_experts_that_are_chosen() -> None:
+    for name, width in (("qwen3_30b_a3b", 8 * 768), ("mixtral_8x7b", 2 * 14336), ("gpt_oss_20b", 4 * 2880), ("llama70b", 28672)):
+        hf = module.config_of(settings(f"target={name}")["target"])[1]
+        assert module._width(hf, TargetShape.of(hf)) == width, name
+
+
 def test_a_table_that_is_embedding_and_head_counts_once() -> None:
     """SmolLM2 has 134.5 million weights, 49,152 x 576 of them in the one table: a token passes the other 106.2 million."""
     asked = settings("target=smollm2_135m")
