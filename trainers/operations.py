@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -58,16 +58,31 @@ class Operations(TorchDispatchMode):
         return out
 
 
-def of_loss(rows: int, unembedding: Unembedding) -> float:
-    """Operations of the loss of ``rows`` guesses (trainers/losses.py), forward and backward, without the teacher's logits. A matrix is
-    multiplied for the logits, for the gradient of the hidden states and, where it is trained, for its own. A correction of the candidates
-    alone reads their rows and the row of the target's token; the gradient of its matrix is a sum, not a product.
+def of_loss(rows: int, unembedding: Unembedding, learns: bool = True) -> float:
+    """Operations of the loss of ``rows`` guesses (trainers/losses.py), forward and, where it ``learns``, backward, without the teacher's
+    logits. A matrix is multiplied for the logits, for the gradient of the hidden states and, where it is trained, for its own. A correction
+    of the candidates alone reads their rows and the row of the target's token; the gradient of its matrix is a sum, not a product.
     """
     matrix_VH, *corrections = unembedding.blocks
+
+    def products(x: Tensor) -> int:
+        return (3 if x.requires_grad else 2) if learns else 1
+
     if unembedding.candidates is None:
-        return sum(2.0 * rows * x.numel() * (3 if x.requires_grad else 2) for x in [matrix_VH, *corrections])
+        return sum(2.0 * rows * x.numel() * products(x) for x in [matrix_VH, *corrections])
     chosen = sum((unembedding.candidates + 1) * x.shape[1] for x in corrections)
-    return 2.0 * rows * (matrix_VH.numel() * (3 if matrix_VH.requires_grad else 2) + 2 * chosen)
+    return 2.0 * rows * (matrix_VH.numel() * products(matrix_VH) + (2 if learns else 1) * chosen)
+
+
+def of_losses(rows: int, unembedding: Unembedding, teacher: float, loss: Mapping[str, Any]) -> float:
+    """Operations of a step's loss by its settings, a mean over all steps. ``teacher``: those of the teacher's logits, once. Without the
+    correction the loss is there once more, in all steps or in a share of them; a weighting looks at every loss beforehand.
+    """
+    losses = [(1.0, unembedding)]
+    if again := 1.0 if "base" in loss["terms"] else loss["base_until"]:
+        losses.append((again, unembedding.uncorrected()))
+    passes = [True] if loss["weighting"] == "decay" else [False, True]
+    return sum(share * (of_loss(rows, each, learns) + teacher) for share, each in losses for learns in passes)
 
 
 def _keys_of_their_own(func: Any, args: Any) -> Any:

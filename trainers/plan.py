@@ -30,7 +30,7 @@ from headstart.inference.decoding.placement import is_shared, tensor_size
 from headstart.inference.settings import config_of
 from headstart.trainers.chunks import guesses_of, strip_of
 from headstart.trainers.gpus import GPUS, gpu_of
-from headstart.trainers.operations import Operations, of_loss
+from headstart.trainers.operations import Operations, of_losses
 from headstart.trainers.optimizer import open_optimizers, parameters
 from headstart.trainers.parallel import BUCKET, DDP
 from headstart.trainers.plan_joint import Adapted, adapted
@@ -221,10 +221,7 @@ def _count(arm: Settings, model: Any, shape: TargetShape, trainer: Settings, hal
     buffers = _loss(chunk, places, rows, depth, vocab, shape.vocab_size, half, strip, block)
     buffers += (2 if half else 4) * rows * hidden + 2 * half * sum(b.numel() for b in heads)  # gradients of hidden states; heads as bf16
     passes = 4.0 if own["gradient_checkpointing"] else 3.0  # a backward pass costs two forward passes
-    products, judged = of_loss(rows, drafter.unembedding(1)), 1
-    if "base" in loss["terms"]:  # the loss once more, without the correction
-        products, judged = products + of_loss(rows, drafter.unembedding(1).uncorrected()), 2
-    teacher = judged * 2.0 * trainer["batch_size"] * trainer["length"] * shape.hidden_size * shape.vocab_size
+    teacher = 2.0 * trainer["batch_size"] * trainer["length"] * shape.hidden_size * shape.vocab_size
     sizes = [(p.numel(), isinstance(x, torch.optim.Muon)) for x in optimizers for p in parameters(x)]
     target = adapted(model, drafter, arm, trainer, half, kind) if own.get("lora") else Adapted()
     return Count(
@@ -235,7 +232,7 @@ def _count(arm: Settings, model: Any, shape: TargetShape, trainer: Settings, hal
         loss=max(buffers, target.loss),
         late=4.0 * (trained - learnt + target.trained),
         moving=max(12.0 * size * muon for size, muon in sizes),
-        flops=passes * counts.count + products + teacher,
+        flops=passes * counts.count + of_losses(rows, drafter.unembedding(1), teacher, loss),
         taps=drafter.taps,
         shares=bool(layers_asked),
         target=target,

@@ -33,6 +33,8 @@ def show_plan(settings: Settings) -> None:
     console.print(memory)
     for line in lines(found, settings["gpu_hour"]):
         console.print(line, highlight=False, soft_wrap=True)
+    if any(arm["loss"]["on_policy"] for arm in (settings["arms"] or {"": settings}).values()):
+        console.print("loss.on_policy: what the drafter decodes, and learns from it, is not counted: it comes on top", soft_wrap=True)
     if settings["capture"]["out"] is not None:
         console.print(f"capture.out: at most {capturing(found, settings) / 1e9:,.1f} GB, every token of the run and of held-out rows; "
                       "less where epochs repeat rows, or not all is supervised", highlight=False, soft_wrap=True)  # fmt: skip
@@ -69,7 +71,7 @@ def lines(found: Plan, gpu_hour: float | None) -> Iterator[str]:
     rates = f"{found.tokens / slow:,.0f} to {found.tokens / fast:,.0f} tokens/s"
     yield (
         f"time: {hours} for {found.tokens:,} tokens ({rates}), if {REACHED[0]:.0%} to {REACHED[1]:.0%} of what the GPU can compute "
-        f"are reached (one H100 did {MEASURED[0]:.0%} to {MEASURED[1]:.0%}): a guess, everything above is counted"
+        f"are reached (one H100 did {MEASURED[0]:.0%} to {MEASURED[1]:.0%}): a guess, what stands above is counted"
     )
     if gpu_hour is not None:
         cost = [seconds / 3600 * found.gpus * gpu_hour for seconds in found.seconds]

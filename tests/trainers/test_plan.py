@@ -94,16 +94,19 @@ def test_what_is_counted_without_numbers_is_what_there_is(head: str) -> None:
     assert count.flops > 0
 
 
+@pytest.mark.parametrize("weighting", ["decay", "dpace"])
 @pytest.mark.parametrize("head", ["eagle", "dflash", "dflare", "dspark", "domino", "dflash2", "xpress"])
-def test_operations_of_the_loss(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside those of a real loss, forward and backward: a frozen head has no gradient of its own, a selector reads its candidates."""
+def test_operations_of_the_loss(head: str, weighting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside those of a real loss, forward and backward: a frozen head has no gradient of its own, a selector reads its candidates. A
+    weighting takes a pass more, and Domino's loss without the correction is there in half the steps.
+    """
     monkeypatch.setattr(products, "by_onednn", lambda _: False)  # of oneDNN's products torch has no formula
     asked, B, T, K = small(head), 2, 32, 3
     if head == "dflash2":
         asked["head"] |= {"rank": 8, "candidates": 5}
     if head != "eagle":
         asked["head"] |= {"block": K + (head in ("dflash", "dflare", "dflash2", "xpress")), "anchors": 16}
-    asked["loss"]["depth"] = K
+    asked["loss"] |= {"depth": K, "weighting": weighting}
     target = Target(AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG)))
     drafter = hub.build(head, target.shape, **{k: v for k, v in asked["head"].items() if k != "name"}).train()
     drafter.attach(target.ends)
@@ -114,21 +117,23 @@ def test_operations_of_the_loss(head: str, monkeypatch: pytest.MonkeyPatch) -> N
         hidden = [draft.hidden_BNH for draft in unroll(drafter, roots, None, K, ask_BA=ask)]
     supervised = [(torch.arange(T) < 16).expand(B, -1)] * K
     unembeddings, final = [drafter.unembedding(d) for d in range(1, K + 1)], torch.randn(B, T, 64)
-    judged = [(hidden, unembeddings)]
-    if "base" in asked["loss"]["terms"]:
-        judged.append(([u.parts(x)[0] for u, x in zip(unembeddings, hidden, strict=True)], [u.uncorrected() for u in unembeddings]))
-    with Operations() as loss:
-        for guesses, heads in judged:
-            fused_loss(guesses, heads, final, target.ends, tokens, supervised, {"kl": 1.0}, 0.8, 64, ask_BA=ask, selector=1.0)
+    judged, again = [(1.0, hidden, unembeddings)], {"xpress": 1.0, "domino": 0.5}.get(head)
+    if again:
+        plain = [u.parts(x)[0] for u, x in zip(unembeddings, hidden, strict=True)]
+        judged.append((again, plain, [u.uncorrected() for u in unembeddings]))
+    counted, more = 0.0, dict[str, Any](ask_BA=ask, selector=1.0, weighting=weighting)
+    for share, guesses, heads in judged:
+        with Operations() as loss:
+            fused_loss(guesses, heads, final, target.ends, tokens, supervised, {"kl": 1.0}, 0.8, 64, **more)
+        counted += share * loss.count
     built = without_weights(AutoConfig.for_model(**CONFIG))
     with FakeTensorMode():
         without_numbers(built)
         arm = {k: asked[k] for k in ("head", "loss", "trainer")}
         count = module._count(arm, built, drafter.shape, asked["trainer"], False, CPU, torch.float32)
     rows, of_position = sum(x.shape[0] * x.shape[1] for x in hidden), 2 * 64 * 96  # the teacher's logits at one
-    of_position *= len(judged)
-    products_of_loss = (loss.count - B * (16 + K - 1) * of_position) / (B * 16 * K) * rows
-    assert (len(judged) == 2) == (head == "xpress")
+    of_position *= (1 + (again or 0.0)) * (2 if weighting == "dpace" else 1)
+    products_of_loss = (counted - B * (16 + K - 1) * of_position) / (B * 16 * K) * rows
     assert count.flops == pytest.approx(3 * forward.count + products_of_loss + B * T * of_position, rel=1e-6)
 
 
@@ -352,6 +357,14 @@ def test_the_advice_names_every_way_there_is() -> None:
     served = ways("head=medusa", "gpu=l40s", "served.url=http://localhost:1", "served.folder=/tmp")
     assert not any("target" in words or "data=shards" in words for words in served)
     assert any(words.startswith("gpus=4 parallel=fsdp") for words in served)
+
+
+def test_what_a_plan_leaves_out_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    for kind, said in (("kl", False), ("on_policy_rejected", True)):
+        asked = small("medusa")
+        asked["loss"] |= {"on_policy": settings(f"loss={kind}")["loss"]["on_policy"]}
+        show_plan(asked)
+        assert ("loss.on_policy: what the drafter decodes, and learns from it, is not counted" in capsys.readouterr().out) == said
 
 
 def test_the_door_plans_and_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
