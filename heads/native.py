@@ -57,7 +57,7 @@ def library() -> ctypes.CDLL | None:
 def searched() -> ctypes.CDLL | Unavailable:
     """The compiled functions, or why there are none."""
     try:
-        return _right(_open(_compiled()))
+        return apart(lambda: _right(_open(_compiled())))
     except (Unavailable, UserError, OSError) as e:
         log.warning("this CPU goes on with torch's operations, which are slower than our own (heads/native.cpp): %s", e)
         return Unavailable(str(e))
@@ -86,7 +86,7 @@ def _right(found: ctypes.CDLL) -> ctypes.CDLL:
     return found
 
 
-def apart(check: Callable[[], bool]) -> bool:
+def apart(check: Callable[[], Any]) -> Any:
     """The answer of ``check`` on a thread of its own: no mode reaches it in which its caller may be (inference, autocast, counting)."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(check).result()
