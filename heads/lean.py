@@ -10,9 +10,11 @@ Shape suffixes: B batch, N rows.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -90,6 +92,24 @@ def lean(decoder: Any, own: bool = True) -> Lean | Fused | None:
     from headstart.heads.kernels.fused import Fused
 
     return Fused(decoder, rope, sizes, own)
+
+
+def stand_in(decoder: Any) -> Any:
+    """A narrow decoder in fp32 of the same class, with the same settings and number of layers. In half precision the residual stream hides
+    what a class does otherwise in its attention; here a comparison shows it. Its weights are drawn anew, so that attention is sharp.
+    """
+    config = copy.deepcopy(decoder.config.get_text_config())
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    config.hidden_size, config.intermediate_size, config.vocab_size, config.pad_token_id = 2 * head_dim, 64, 64, None
+    alone = getattr(config, "num_key_value_heads", None) in (None, config.num_attention_heads)  # each query head has a key head of its own
+    config.num_attention_heads, config.num_key_value_heads = 2, 1 + alone
+    with torch.random.fork_rng([]), torch.device("cpu"):
+        torch.manual_seed(0)
+        made = type(decoder)(config).float().eval().requires_grad_(False)
+        for weight in made.parameters():
+            if weight.ndim > 1:
+                nn.init.normal_(weight, std=1.0 if weight is made.embed_tokens.weight else weight.shape[-1] ** -0.5)
+    return made
 
 
 def _known(decoder: Any) -> tuple[Rope, tuple[int, int, int]] | None:

@@ -24,7 +24,7 @@ from headstart.heads.base import Draft, Roots
 from headstart.heads.driven import alone, by_rule, can_follow
 from headstart.heads.errors import UserError
 from headstart.heads.kinds import as_given, kinds_of, masks, rules
-from headstart.heads.lean import Lean, lean
+from headstart.heads.lean import Lean, lean, stand_in
 from headstart.heads.memory import AsCache, Memory, Segment, Slots, joined
 from headstart.heads.prepack import prepack
 from headstart.heads.visibility import CausalSees, ChainSees, MaskSees, Sees
@@ -104,7 +104,7 @@ class Backbone:
         if own:
             prepack(self.module)
         found = lean(self.module, own)
-        if found is not None and self._same(found):
+        if found is not None and self._same(found) and self._same_in_fp32():
             self.lean = found
 
     def _same(self, found: Lean | Fused) -> bool:
@@ -126,6 +126,14 @@ class Backbone:
                 return False
             said.append(torch.cat([first, tree], dim=1).float())
         return agree(said[0], said[1], self.module.dtype)
+
+    def _same_in_fp32(self) -> bool:
+        """The same of a small decoder of this class, where rounding hides nothing."""
+        if self.module.dtype == torch.float32:
+            return True  # it has been compared so itself
+        small = Backbone(stand_in(self.module))
+        found = lean(small.module)
+        return found is not None and small._same(found)
 
     def _sample(self) -> tuple[Tensor, torch.device]:
         device = self.module.get_input_embeddings().weight.device
