@@ -90,7 +90,7 @@ def layer_sizes(shape: TargetShape, heads: int | None, kv_heads: int | None, wid
 
 def ascending_taps(taps: Sequence[int], shape: TargetShape) -> tuple[int, ...]:
     """The taps as a tuple. Raises UserError unless they ascend strictly within 0..layers of the target."""
-    if list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > shape.layers:
+    if not taps or list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > shape.layers:
         wrong = f"head.taps {tuple(taps)} must ascend within 0..{shape.layers}"
         raise UserError(f"{wrong} (the target has {shape.layers} layers): set head.taps")
     return tuple(taps)

@@ -35,7 +35,7 @@ class Dflare(Dflash, without=("draft_vocab", "window", "window_layers", "window_
     unserved = "no released engine has DFlare; AngelSlim's benchmark reads it as trained with head.mask_token=ID"
 
     def __init__(self, shape: TargetShape, *, taps: list[int] | None = None, **more: Any) -> None:
-        super().__init__(shape, taps=taps or spread_taps(shape.layers, TAPS), **more)
+        super().__init__(shape, taps=spread_taps(shape.layers, TAPS) if taps is None else taps, **more)
 
     def _add_fusion(self, layers: int) -> None:
         taps = len(self.taps)

@@ -108,7 +108,7 @@ class Dflash(Drafter):
     ) -> None:
         super().__init__(shape)
         N, D, eps = shape.layers, shape.hidden_size, shape.norm_eps
-        self.taps = ascending_taps(taps or spread_taps(N, layers), shape)
+        self.taps = ascending_taps(spread_taps(N, layers) if taps is None else taps, shape)
         if mask_token is not None:
             self.format = "dflash"
             check_mask_token(mask_token, shape)

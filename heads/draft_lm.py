@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from headstart.heads.base import Drafter, TargetEnds, TargetShape
 from headstart.heads.errors import UserError, first_line
 from headstart.heads.formats.causal_lm import LOCAL, TOKENS, check_rope, quiet
 from headstart.heads.kinds import check_kinds
-from headstart.heads.lm import Backbone, ReadsTokens
+from headstart.heads.lm import Backbone, ReadsTokens, stack_of
 from headstart.heads.memory import Memory
 from headstart.heads.seal import keys_of
 from headstart.heads.stored import check_model, check_types, finite
@@ -80,7 +81,7 @@ class DraftLm(ReadsTokens, Drafter):
         if self.lora is not None:
             _add_lora(lm, self.lora)
         hf.return_dict = True  # whatever the config says about the return type
-        self.lm, self.reader = lm, Backbone(lm.get_decoder())
+        self.lm, self.reader = lm, Backbone(stack_of(lm.get_decoder(), hf.num_hidden_layers)[0])
         self._describe()
 
     def _describe(self) -> None:
@@ -208,15 +209,20 @@ def _add_lora(lm: Any, settings: Mapping[str, Any]) -> None:
     if settings.keys() - {"names"} != {"rank", "alpha"}:
         raise UserError(f"head.lora must be {{rank: 16, alpha: 32, names: [q_proj, v_proj]}} (names: null for all), found {dict(settings)}")
     rank, alpha, names = settings["rank"], settings["alpha"], settings.get("names")
-    if type(rank) is not int or rank < 1 or isinstance(alpha, bool) or not isinstance(alpha, int | float) or alpha <= 0:
+    if type(rank) is not int or rank < 1 or isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < inf:
         raise UserError(f"head.lora: rank must be a whole number of at least 1 and alpha a number above 0, found {rank!r} and {alpha!r}")
     head = lm.get_output_embeddings()
     linear = [(name.rpartition(".")[2], m) for name, m in lm.named_modules() if isinstance(m, nn.Linear) and m is not head]
     known = sorted({name for name, _ in linear})
-    names = known if names is None else list(names)
-    if not names or set(names) - set(known):
-        wrong = next((name for name in names if name not in known), "[]")
-        raise UserError(f"head.lora.names: the draft model has no linear layer called {wrong}: it has {', '.join(known)}")
+    if not known:
+        raise UserError("head.lora: the draft model has no linear layers (nn.Linear) to adapt: take head.lora=null")
+    names = known if names is None else names
+    if not isinstance(names, list):
+        raise UserError(f"head.lora.names must be a list (null for all), found {names!r}")
+    if not names or (wrong := [name for name in names if name not in known]):
+        raise UserError(
+            f"head.lora.names: the draft model has no linear layer called {wrong[0] if names else '[]'}: it has {', '.join(known)}"
+        )
     most = min(min(m.weight.shape) for name, m in linear if name in names)
     if rank > most:
         raise UserError(f"head.lora: rank {rank} is more than the smallest of these layers has ({most})")

@@ -86,7 +86,7 @@ class Eagle(Drafter):
         N, D = shape.layers, shape.hidden_size
         if fc_norm and norm_before_fc:
             raise UserError("head.norm_before_fc is one norm over all tapped states, in the place of one on each: add head.fc_norm=false")
-        self.taps = ascending_taps(taps or default_taps(N), shape)
+        self.taps = ascending_taps(default_taps(N) if taps is None else taps, shape)
         if self.taps[-1] == N:
             self.format = "native"  # engines count layer N before the final norm, we count it after
         heads, kv_heads, width = layer_sizes(shape, heads, kv_heads, intermediate_size)

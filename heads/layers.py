@@ -39,6 +39,8 @@ class Rope(nn.Module):
         kind = rope.get("rope_type", "default")
         if kind in ("dynamic", "longrope"):
             raise UserError(f"rope_type {kind!r} changes with the length: a drafter's rotation must not (default, linear, llama3, yarn)")
+        if head_dim % 2:
+            raise UserError(f"the target's heads have an odd size ({head_dim}), which RoPE cannot turn: take a drafter without (medusa)")
         config = LlamaConfig(
             hidden_size=head_dim,
             num_attention_heads=1,

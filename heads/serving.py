@@ -11,7 +11,9 @@ import importlib
 import json
 import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import log
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,8 +56,16 @@ def serving(drafter: Drafter, target: str, folder: str, depth: int, attention: s
     found = [command for command in known if serves(command.engine, _asked(command), kind)]
     if "mscale" in shape.rope and hasattr(drafter, "rope"):
         found = [replace(c, needs=f"{c.needs}; for this rope {MSCALE[c.engine]}") if c.engine in MSCALE else c for c in found]
+    if hasattr(drafter, "rope") and _scaled_otherwise(shape.rope):
+        found = [c for c in found if c.engine != "SGLang"]
     why = "" if found else f"none hands the layers of a {kind} target to a drafter" if known else drafter.unserved or fmt.unserved(drafter)
     return Serving(found + own(target, folder, attention), why)
+
+
+def _scaled_otherwise(rope: Mapping[str, Any]) -> bool:
+    """Whether SGLang (0.5.23: rotary_embedding/factory.py) scales queries and keys otherwise: it reads no attention_factor of a yarn."""
+    factor = rope.get("attention_factor") if rope.get("rope_type") == "yarn" else None
+    return factor is not None and abs(factor - (0.1 * log(max(rope["factor"], 1.0)) + 1)) > 1e-3
 
 
 def _asked(command: Command) -> str:
@@ -136,4 +146,4 @@ def near(path: str | Path) -> str:
     if not given.exists():
         return str(path)
     here, there = Path.cwd(), given.resolve()
-    return str(there.relative_to(here)) if there.is_relative_to(here) else str(there)
+    return str(there.relative_to(here)) if here in there.parents else str(there)

@@ -390,6 +390,7 @@ def test_what_cannot_be_is_refused() -> None:
     shape = TARGET().shape
     for name, wrong, message in [
         ("dflash", dict(taps=[2, 9]), r"head\.taps \(2, 9\) must ascend within 0..6"),
+        *((head, dict(taps=[]), r"head\.taps \(\) must ascend within 0..6") for head in ("dflash", "dflare", "eagle", "peagle")),
         ("jetspec", dict(taps=[3, 2]), r"head\.taps"),
         ("peagle", dict(taps=[2, 9]), r"head\.taps"),
         ("dflash", dict(block=1), r"head\.block must be at least 2, found 1"),

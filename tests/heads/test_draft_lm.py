@@ -169,6 +169,14 @@ def test_a_checkpoint_of_lora_is_whole() -> None:
     assert torch.equal(guesses(other, target, tokens), guesses(drafter, target, tokens))
 
 
+def test_a_model_whose_layers_lie_deeper() -> None:
+    """get_decoder of Llama 4 gives the whole model."""
+    target = tiny_target()
+    drafter = hub.build("draft_lm", target.shape, config={**SMALL, "model_type": "llama4_text", "num_key_value_heads": 2})
+    drafter.attach(target.ends)
+    assert guesses(drafter, target, random_tokens(6, 1)).isfinite().all()
+
+
 def test_lora_that_does_not_fit_is_refused() -> None:
     shape = tiny_target().shape
     for changes, message in (
@@ -177,6 +185,9 @@ def test_lora_that_does_not_fit_is_refused() -> None:
             "no linear layer called wide: it has down_proj, gate_proj, k_proj, o_proj, q_proj, up_",
         ),
         ({"names": []}, r"no linear layer called \[\]"),
+        ({"names": [["q_proj"]]}, r"no linear layer called \['q_proj'\]"),
+        ({"names": "q_proj"}, r"head\.lora\.names must be a list \(null for all\), found 'q_proj'"),
+        ({"alpha": float("inf")}, "alpha a number above 0"),
         ({"rank": 0}, "rank must be a whole number of at least 1"),
         ({"rank": 17}, r"rank 17 is more than the smallest of these layers has \(16\)"),
         ({"alpha": -1}, "alpha a number above 0"),

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from headstart.heads.errors import UserError
 from headstart.heads.layers import RMSNorm, Rope, rotate
 from headstart.heads.memory import AsCache, Memory, Slots
 from headstart.heads.visibility import CausalSees, ChainSees
@@ -140,3 +141,8 @@ def test_rope_equals_transformers(rope: dict) -> None:
     cos, sin = LlamaRotaryEmbedding(config)(x, positions)
     expected, _ = apply_rotary_pos_emb(x, x, cos, sin)
     torch.testing.assert_close(rotate(x, Rope(rope, 16, 512)(positions)), expected)
+
+
+def test_heads_that_no_rotation_turns() -> None:
+    with pytest.raises(UserError, match=r"heads have an odd size \(5\), which RoPE cannot turn"):
+        Rope({}, 5, 64)

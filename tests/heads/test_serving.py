@@ -7,6 +7,7 @@ import json
 import shlex
 import subprocess
 from dataclasses import replace
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,15 @@ def test_what_a_rope_needs_is_said(target: Target) -> None:
     assert needs["vLLM"].endswith("for this rope 0.32 or newer") and needs["SGLang"].endswith("for this rope 0.5.23 or newer")
 
 
+@pytest.mark.parametrize(("factor", "served"), [(None, True), (0.1 * log(4) + 1, True), (1.0, False)])
+def test_a_rope_that_an_engine_scales_otherwise(factor: float | None, served: bool, target: Target) -> None:
+    drafter = make("eagle", target, taps=[1, 3, 4])
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": factor}
+    drafter.shape = replace(drafter.shape, rope=rope)
+    engines = {c.engine for c in serving(drafter, "org/Model-1B", DIR, depth=6).commands}
+    assert "vLLM" in engines and ("SGLang" in engines) == served
+
+
 def test_layers_of_ones_own_are_told(target: Target) -> None:
     """TensorRT-LLM reads them from its settings alone; SGLang reads them one too low of some targets."""
     for taps, layers in (([1, 3, 5], [0, 2, 4]), ([2, 3], [1, 2]), ([2, 4, 5], [1, 3, 4])):
@@ -252,7 +262,13 @@ def test_the_copy_for_sglang_has_its_architecture(target: Target, tmp_path: Path
 def test_paths_stand_as_one_types_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "a")
-    assert near(tmp_path / "a" / "b") == "b" and near("b") == "b" and near(tmp_path) == str(tmp_path) and near("org/name") == "org/name"
+    assert (
+        near(tmp_path / "a" / "b") == "b"
+        and near("b") == "b"
+        and near(Path.cwd()) == str(Path.cwd())
+        and near(tmp_path) == str(tmp_path)
+        and near("org/name") == "org/name"
+    )
 
 
 def test_the_documentation_says_what_the_table_says(target: Target) -> None:
