@@ -165,6 +165,9 @@ class Curves:
     def go_on_after(self, step: int) -> None:
         pass
 
+    def cut(self) -> None:
+        pass
+
 
 # The rows ---------------------------------------------------------------------------------------------------------------
 
