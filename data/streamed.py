@@ -167,9 +167,8 @@ def open_stream(
     place = arrow.folder_of({"streamed": [path, split, subset, limit, length, BLOCK, count], **reader.about()}, cache)
     stream = Stream(rows, reader, length, place, path, count)
     dropped = Dropped(path)
-    made = (dropped if count else Dropped(path)).left(
-        list(islice(rows(0), HELD)), reader
-    )  # without own ones they are in the first block too
+    aside = dropped if count else Dropped(path)  # without own ones they are in the first block too, and counted there
+    made = aside.left(list(islice(rows(0), HELD)), reader)
     found = [document for _, document in made]
     held = found if own is None else own
     if found:

@@ -95,8 +95,9 @@ def lean(decoder: Any, own: bool = True) -> Lean | Fused | None:
 
 
 def stand_in(decoder: Any) -> Any:
-    """A narrow decoder in fp32 of the same class, with the same settings and number of layers. In half precision the residual stream hides
-    what a class does otherwise in its attention; here a comparison shows it. Its weights are drawn anew, so that attention is sharp.
+    """A narrow decoder in float64 of the same class, with the same settings and number of layers. In half precision the residual stream
+    hides what a class does otherwise in its attention; here a comparison shows it. Its weights are drawn anew, so that attention is sharp.
+    In float64 nothing is asked of the C++ library, which a machine with a GPU would compile for this alone.
     """
     config = copy.deepcopy(decoder.config.get_text_config())
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -105,7 +106,7 @@ def stand_in(decoder: Any) -> Any:
     config.num_attention_heads, config.num_key_value_heads = 2, 1 + alone
     with torch.random.fork_rng([]), torch.device("cpu"):
         torch.manual_seed(0)
-        made = type(decoder)(config).float().eval().requires_grad_(False)
+        made = type(decoder)(config).double().eval().requires_grad_(False)
         for weight in made.parameters():
             if weight.ndim > 1:
                 nn.init.normal_(weight, std=1.0 if weight is made.embed_tokens.weight else weight.shape[-1] ** -0.5)

@@ -104,7 +104,7 @@ class Backbone:
         if own:
             prepack(self.module)
         found = lean(self.module, own)
-        if found is not None and self._same(found) and self._same_in_fp32():
+        if found is not None and self._same(found) and self._same_in_float64():
             self.lean = found
 
     def _same(self, found: Lean | Fused) -> bool:
@@ -127,7 +127,7 @@ class Backbone:
             said.append(torch.cat([first, tree], dim=1).float())
         return agree(said[0], said[1], self.module.dtype)
 
-    def _same_in_fp32(self) -> bool:
+    def _same_in_float64(self) -> bool:
         """The same of a small decoder of this class, where rounding hides nothing."""
         if self.module.dtype == torch.float32:
             return True  # it has been compared so itself

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from headstart.heads import frozen, lm, prepack
+from headstart.heads import frozen, lm, native, prepack
 from headstart.heads.layers import DecoderLayer, Rope, freeze
 from headstart.heads.lean import _known as known
 from headstart.heads.lm import Backbone
@@ -156,11 +156,14 @@ def test_in_half_precision_what_hides_in_rounding_keeps_its_own_modules(family: 
 
 
 @pytest.mark.parametrize("family", ["smollm3", "helium", "ernie4_5", "qwen3"])
-def test_in_half_precision_another_rotation_keeps_its_own_modules(family: str) -> None:
+def test_in_half_precision_another_rotation_keeps_its_own_modules(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of some layers, or of neighbours: attention over drawn weights is so flat that bf16 does not tell."""
     sizes = dict(vocab_size=64, hidden_size=128, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
     config = AutoConfig.for_model(family, **sizes, head_dim=32, bos_token_id=1, eos_token_id=2, pad_token_id=0)
     reader = Backbone(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().get_decoder())
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "library", lambda: pytest.fail("a machine with a GPU would compile it for this alone"))
+        assert reader._same_in_float64() == (family == "qwen3")
     reader.quicken()
     assert (reader.lean is not None) == (family == "qwen3")
 
