@@ -177,7 +177,7 @@ def compare(
         console.print(line, highlight=False)
     print(f"comparison: {folder / 'comparison.md'}, comparison.html{', comparison.png' * bool(rows)}")
     if rows and (card := folder / rows[0]["name"] / "speculator" / CARD).is_file():
-        print(f"how the fastest is served: {card}")
+        print(f"how {rows[0]['name']} is served: {card}")
 
 
 def known(rows: Sequence[Mapping[str, Any]], columns: Iterable[str]) -> list[str]:
