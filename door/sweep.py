@@ -223,6 +223,9 @@ def out_of(config_name: str, config: dict[str, Any]) -> str:
         names.append(part(config["head"]["name"]))
     elif "arms" in settings:
         names += _of_arms(arms)
+        head = config["head"]["name"]  # that of arms which name none
+        if any("head=" not in str(words) for words in arms.values()) and head != defaults(config_name, ()).choices["head"]:
+            names.append(part(head))
     names += [part(config["target"]["name"]), part(config["data"]["name"])]
     different = (_differ(settings, config_name, config) | {*several}) - {*NAMED}
     return f"runs/{joined([*names, *words({key: settings[key] for key in sorted(different)}, config_name)])}"

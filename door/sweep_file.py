@@ -94,8 +94,10 @@ def _parameter(override: Override, usual: DictConfig) -> dict[str, Any]:
         ends: list[float] = [float(str(value.start)), float(str(value.end))]  # hydra makes floats of both
         whole = type(OmegaConf.select(usual, override.key_or_group)) is int and all(map(float.is_integer, ends))
         ends = [int(end) for end in ends] if whole else ends
-        kind = "log_uniform_values" if "log" in value.tags else "int_uniform" if whole else "uniform"
-        return {"distribution": kind, "min": ends[0], "max": ends[1]}
+        limits = {"min": ends[0], "max": ends[1]}
+        if "log" in value.tags:  # with a whole step W&B draws whole numbers
+            return {"distribution": "q_log_uniform_values", **limits, "q": 1} if whole else {"distribution": "log_uniform_values", **limits}
+        return {"distribution": "int_uniform" if whole else "uniform", **limits}
     return {"values": [_value(text) for text in override.sweep_string_iterator()]}
 
 

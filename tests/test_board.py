@@ -66,6 +66,8 @@ def test_intervals_are_searched() -> None:
     assert made["method"] == "bayes" and made["metric"] == {"name": "heldout/loss", "goal": "minimize"}
     shares = written("trainer.warmup=interval(0.01,0.1)")["parameters"]["trainer.warmup"]
     assert shares == {"distribution": "uniform", "min": 0.01, "max": 0.1}
+    sizes = written("trainer.batch_size=tag(log,interval(1,64))")["parameters"]["trainer.batch_size"]  # fractions would be refused
+    assert sizes == {"distribution": "q_log_uniform_values", "min": 1, "max": 64, "q": 1}
     for head in ("head=medusa", "head=medusa,hydra"):  # whose keys the default head does not have
         made = written(head, "head.guesses=interval(2,6)")["parameters"]
         assert made["head.guesses"] == {"distribution": "int_uniform", "min": 2, "max": 6}

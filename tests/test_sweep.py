@@ -66,6 +66,8 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         (["experiment=smoke", "trainer.steps=350"], "smoke-eagle-tiny-stdlib-steps=350"),
         (["experiment=compare_quick"], "compare_quick-tiny-stdlib"),
         (["arms={eagle:'head=eagle',mtp:'head=mtp'}"], "eagle+mtp-tiny-stdlib"),
+        (["head=mtp", "arms={a:'head=eagle',b:'head=mtp'}"], "a+b-a53bea-tiny-stdlib"),
+        (["head=mtp", "arms={a:'loss=kl',b:'loss=tv'}"], "a+b-cf3a03-mtp-tiny-stdlib"),  # arms of this head
         (["tracker=wandb", "target.device=cpu", "trainer.resume=false", "trainer.keep=5"], "eagle-tiny-stdlib"),  # how it is watched
         (["decode=chain", "decode.prompts=2", "export.dtype=bfloat16"], "eagle-tiny-stdlib"),  # and reported: no other training
         (["trainer.patience=0", "trainer.precision=fp32", "loss.chunk=64"], "eagle-tiny-stdlib"),  # what is advised resumes
