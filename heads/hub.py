@@ -35,6 +35,7 @@ from headstart.heads.stored import check_weights, finite, read_json, read_tensor
 
 WORDS = {int: "a whole number of at least {}", float: "a number", bool: "true or false", str: "a word", NoneType: "null"}
 WORDS |= {list: "a list of whole numbers", dict: "a dictionary"}  # how error messages name the types of settings
+MOST = 256  # a larger count in a file that its number of tensors does not confirm is refused: it could cost any amount of memory
 
 
 def drafter_class(name: str) -> type[Drafter]:
@@ -65,6 +66,8 @@ def check_arguments(name: str, arguments: Mapping[str, Any]) -> type[Drafter]:
         if not any(_is(value, kind, least) for kind in kinds):
             wanted = " or ".join(WORDS.get(get_origin(kind) or kind, str(kind)) for kind in kinds).format(least)
             raise UserError(f"head.{key} must be {wanted}, found {value!r}")
+        if key in ("block", "depth") and value > MOST:  # of which there are no tensors
+            raise UserError(f"head.{key} must be at most {MOST}, found {value}: larger ones are refused when the saved folder is read")
     return cls
 
 
@@ -227,7 +230,7 @@ def _check_sizes(arguments: Mapping[str, Any], tensors: Mapping[str, Tensor], fo
             _check_sizes(value, tensors, folder)
         counts = key in ("heads", "guesses", "depth") or any(word in key for word in ("layer", "expert", "block"))
         counts = counts and not key.endswith(("_size", "_dim"))  # widths, as shared_expert_intermediate_size
-        if counts and isinstance(value, int) and value > max(len(tensors), 256):
+        if counts and isinstance(value, int) and value > max(len(tensors), MOST):
             raise UserError(f"{folder / 'config.json'}: {key}={value} does not fit the tensors of model.safetensors")
 
 

@@ -15,7 +15,7 @@ from tests.doors import ROOT, call
 
 
 def config(plan: bool = False, **trainer: Any) -> dict[str, Any]:
-    return {"plan": plan, "arms": None, "trainer": {"optimizer": "muon", "epochs": None} | trainer}
+    return {"plan": plan, "arms": None, "head": {"name": "eagle"}, "trainer": {"optimizer": "muon", "epochs": None} | trainer}
 
 
 def test_settings_beside_which_others_count(capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,11 +28,18 @@ def test_settings_beside_which_others_count(capsys: pytest.CaptureFixture[str]) 
     assert not capsys.readouterr().out
     check_idle(config(plan=True, optimizer="adamw"), said)
     assert capsys.readouterr().out == "trainer.momentum=0.9 changes nothing: it is Muon's, and the optimizer is adamw\n"
-    arms = {"a": {"trainer": {"optimizer": "adamw", "epochs": None}}, "b": config()}
+    arms = {"a": config(optimizer="adamw"), "b": config()}
     check_idle(config(plan=True) | {"arms": arms}, said)
     assert not capsys.readouterr().out
     with pytest.raises(UserError, match=r"stands beside trainer\.epochs=2"):
         check_idle(config(plan=True) | {"arms": arms | {"c": config(epochs=2)}}, said)
+
+
+def test_how_a_window_is_counted_needs_a_window() -> None:
+    dflash = {"name": "dflash", "window": None, "window_causal": False}
+    with pytest.raises(UserError, match=r"^head\.window_causal=false is of layers with a window: give head\.window too"):
+        check_idle(config() | {"head": dflash}, {"head.window_causal": "false"})
+    check_idle(config() | {"head": dflash | {"window": 64}}, {"head.window_causal": "false"})
 
 
 def test_the_head_of_a_trained_drafter_is_what_it_was_saved_as() -> None:

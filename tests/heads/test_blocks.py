@@ -429,3 +429,6 @@ def test_settings_are_handed_on_to_the_base() -> None:
             hub.build(name, shape, **{wrong: 1})
     with pytest.raises(UserError, match=r"head\.kv_heads must be a whole number of at least 1 or null, found 'two'"):
         hub.build("dspark", shape, kv_heads="two")
+    for name, key in (("dflash", "block"), ("peagle", "depth")):  # no tensor confirms them when the folder is read
+        with pytest.raises(UserError, match=rf"^head\.{key} must be at most 256, found 257"):
+            hub.build(name, shape, **{key: 257})
