@@ -29,7 +29,10 @@ from headstart.heads.override import typed
 OWN = ("head", "loss", "trainer")  # what an arm may have of its own
 PLANS = ("nodes", "gpus", "gpu", "gpu_hour")
 MUONS = ("trainer.muon_lr", "trainer.momentum", "trainer.ns_steps")
-WINDOWS = ("head.window_causal", "head.window_slides")
+NEEDS = {  # a setting -> the one without which it has no effect
+    "head.window_causal": "head.window", "head.window_slides": "head.window", "capture.storage": "capture.out",
+    "served.layers": "served.url", "served.key": "served.url", "served.retries": "served.url",
+}  # fmt: skip
 
 
 def main(config: dict[str, Any]) -> None:
@@ -96,10 +99,12 @@ def check_idle(config: Mapping[str, Any], said: Mapping[str, str]) -> None:
     expects an effect. For settings of an optimizer that is not used, as sweeps over optimizers give them, only a line is printed.
     ``config``: the whole configuration of a training; ``said``: key -> value, as typed.
     """
-    arms = [*(config["arms"] or {"": config}).values()]
+    arms = [config | arm for arm in (config["arms"] or {"": {}}).values()]
     trainers = [arm["trainer"] for arm in arms]
-    if (key := next((key for key in WINDOWS if key in said), None)) and all(arm["head"].get("window") is None for arm in arms):
-        raise UserError(f"{key}={said[key]} is of layers with a window: give head.window too, the positions that they see")
+    for key, other in NEEDS.items():
+        group, name = other.split(".")
+        if key in said and all(arm[group].get(name) is None for arm in arms):
+            raise UserError(f"{key}={said[key]} has no effect without {other}: give that too, or leave it out")
     if not config["plan"] and (key := next((key for key in said if key in PLANS), None)):
         raise UserError(f"{key}={said[key]} is of a plan (plan=true). A run is spread over GPUs by launcher=processes "
                         "launcher.processes=N, launcher=slurm, or torchrun")  # fmt: skip

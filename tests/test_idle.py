@@ -35,11 +35,15 @@ def test_settings_beside_which_others_count(capsys: pytest.CaptureFixture[str]) 
         check_idle(config(plan=True) | {"arms": arms | {"c": config(epochs=2)}}, said)
 
 
-def test_how_a_window_is_counted_needs_a_window() -> None:
-    dflash = {"name": "dflash", "window": None, "window_causal": False}
-    with pytest.raises(UserError, match=r"^head\.window_causal=false is of layers with a window: give head\.window too"):
-        check_idle(config() | {"head": dflash}, {"head.window_causal": "false"})
-    check_idle(config() | {"head": dflash | {"window": 64}}, {"head.window_causal": "false"})
+def test_settings_of_what_is_not_there() -> None:
+    whole = config() | {"head": {"name": "dflash", "window": None}, "capture": {"out": None}, "served": {"url": None}}
+    for key, other, value in (("head.window_causal", "head.window", 64), ("capture.storage", "capture.out", "kept"),
+                              ("served.retries", "served.url", "http://here")):  # fmt: skip
+        group, name = other.split(".")
+        with pytest.raises(UserError, match=rf"^{key}=x has no effect without {other}: give that too"):
+            check_idle(whole, {key: "x"})
+        check_idle(whole | {group: {name: value}}, {key: "x"})
+        check_idle(whole | {"arms": {"a": {}, "b": {group: {name: value}}}}, {key: "x"})
 
 
 def test_the_head_of_a_trained_drafter_is_what_it_was_saved_as() -> None:

@@ -73,7 +73,7 @@ def costs_of(target: Target, contender: Contender, prompts: Sequence[Sequence[in
     made = contender.made["tree", 0]
     depth = sum(sum(g.asked) for g in made) / max(sum(len(g.asked) for g in made), 1)  # levels drafted in a round
     tau = sum(sum(g.emitted) for g in made) / max(sum(len(g.emitted) for g in made), 1)
-    v, c = times[tree].verify / plain, times[long].draft / plain / tree.depth
+    v, c = times[tree].verify / plain, times[long].draft / plain / long.depth
     drafting = begin + max(depth - 1, 0) * max(times[tree].draft / plain - begin, 0.0) / levels
     return {"c": c, "v": v, "predicted_speedup": tau / (v + drafting)}
 
