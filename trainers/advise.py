@@ -29,7 +29,7 @@ from headstart.trainers.gpus import Gpu, gpu_of
 from headstart.trainers.plan import parameters_of
 from headstart.trainers.shapes import without_weights
 
-OVERHEAD = (0.05, 0.4)  # cost of a round beside its passes, in plain passes: with device graphs, and without
+OVERHEAD = (0.05, 0.4)  # engine overhead of a round, in plain passes: with device graphs, and without
 BF16 = 2  # bytes of a served weight
 WORTH, ENOUGH = 1.1, 0.6  # the least speed-up that counts; the least acceptance of the first guess for which the field advises speculation
 MOST = 12  # the most guesses to consider
@@ -41,12 +41,12 @@ class Model:
 
     dense: float  # bytes that every pass reads
     experts: float  # bytes of all experts
-    chosen: float  # share of the experts that one token passes
-    active: float  # parameters that a token passes
-    cache: float  # bytes of KV cache per token of context, of layers that keep all tokens
+    chosen: float  # share of the experts that one token uses
+    active: float  # parameters that one token uses
+    cache: float  # bytes of KV cache per token of context, in layers that keep all tokens
     table: float = 0.0  # bytes of the embedding, of which a pass reads only one row per token
-    windowed: float = 0.0  # bytes of KV cache per token, of layers that keep only some
-    window: int = 0  # tokens that these keep
+    windowed: float = 0.0  # bytes of KV cache per token, in layers with a window
+    window: int = 0  # tokens that a window keeps
 
     def held(self, context: int) -> float:
         """Bytes of the KV cache of a sequence with ``context`` tokens."""
@@ -73,13 +73,13 @@ class Choice:
 
     @property
     def gain(self) -> float:
-        """What choices are compared by."""
+        """The number by which choices are compared: the sum of both speed-ups."""
         return sum(self.speedup)
 
 
 def tokens_per_round(conditional: Sequence[float], guesses: int) -> float:
-    """Tau of a chain: 1 plus the probability, summed over depths, that a depth is reached and accepted. ``conditional``: the acceptance of
-    each depth when it is reached; deeper ones have the last rate.
+    """Tau, the mean number of tokens in a round of a chain: 1 plus the sum over depths of the probability that a depth is reached and its
+    guess accepted. ``conditional``: the acceptance rate of each depth, given that it is reached; deeper guesses have the last rate.
     """
     total = reached = 1.0
     for depth in range(guesses):
@@ -100,7 +100,9 @@ def rate_of(tau: float, guesses: int) -> float:
 def choose(
     head: str, drafter: Drafter, own: Model, target: Model, conditional: Sequence[float], load: tuple[Gpu, int, int, int], most: int = MOST
 ) -> Choice:
-    """The best number of guesses, up to ``most``. ``load``: the GPU, the number of GPUs, sequences, tokens of context."""
+    """The number of guesses, up to ``most``, that gains most; a drafter of blocks always makes a whole block. ``load``: the GPU, the number
+    of GPUs, sequences, tokens of context.
+    """
     gpu, gpus, sequences, context = load
     plain = target.seconds(gpu, gpus, sequences, 1, context)
     block, deepest, found = drafter.config.get("block"), drafter.max_depth or most, list[Choice]()
@@ -128,7 +130,7 @@ def target_of(where: dict[str, Any]) -> tuple[TargetShape, Model]:
 
 def cache_of(hf: Any, shape: TargetShape) -> dict[str, Any]:
     """The fields of ``Model`` that say what the target's KV cache takes in an engine. Layers with latent attention (DeepSeek) keep one
-    vector for the keys and values of all heads; layers with a window or chunks (Gemma, gpt-oss, Llama 4) keep no more tokens than these.
+    vector for the keys and values of all heads. Layers with a window or chunks (Gemma, gpt-oss, Llama 4) keep at most that many tokens.
     """
     text = hf.get_text_config()
     latent = getattr(text, "kv_lora_rank", None)
@@ -140,8 +142,8 @@ def cache_of(hf: Any, shape: TargetShape) -> dict[str, Any]:
 
 
 def drafter_of(head: str, shape: TargetShape) -> tuple[Drafter, Model]:
-    """A drafter with default settings, and its costs, which include its own output head or the target's. Raises UserError if it needs
-    settings.
+    """A drafter of the kind ``head`` with default settings, on the meta device, and its costs. They include an output head, either its own
+    or the target's. Raises UserError if a setting has no default.
     """
     try:
         with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""An arm: one drafter in training, with its optimisers, schedule, random numbers, checkpoints and curves."""
+"""An arm: one drafter in training, with its optimizers, schedule, random numbers, checkpoints and curves."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ class Arm:
         self.optimizers = open_optimizers(drafter, optimizer, lr, betas, weight_decay, **muon) + self.learner.optimizers(betas)
         self.parallel_settings = parallel
         self.lr, self.warmup, self.schedule, self.floor, self.clip = lr, warmup, schedule, floor, clip
-        self.lasting = not counts_in_shares(warmup, lora, self.learner.base_until)  # its early steps are those of a longer run
+        self.lasting = not counts_in_shares(warmup, lora, self.learner.base_until)  # whether a longer run has the same early steps
         self.places: Sequence[Path] = [run] if spare is None else [run, spare]
-        self.fitted, self.failed, self.due = Fitted(), "", list[str]()  # due: what an interrupt has cut off after the step
+        self.fitted, self.failed, self.due = Fitted(), "", list[str]()  # due: evaluations that an interrupt prevented after the step
         self.guard, self.figures = Guard(skips, spike), dict[str, float]()
         self.patience, self.stopped = Patience(patience), False  # stopped early
         self.label, self.out = (f"{name}: ", run.parent) if name else ("", run)
@@ -114,7 +114,7 @@ class Arm:
         self.learner.train()
 
     def _restore(self, folder: Path, state: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Restore this arm from a checkpoint that ``resumable`` has found, but for the optimisers' moments, which are returned."""
+        """Restore this arm from a checkpoint that ``resumable`` has found, except for the optimizers' moments, which are returned."""
         accelerator = self.accelerator
         if self.on_policy:
             rows = checkpoint.load_own_rows(folder, accelerator.num_processes, self.drafter.shape.vocab_size)
@@ -225,13 +225,13 @@ class Arm:
         self.shown |= {"lr": self.lr * step.rate, "tokens": self.fitted.tokens} | self.guard.shown(self.fitted.steps)
 
     def skip(self, step: Step, why: str, figures: str) -> None:
-        """Note the rows of a step that is not learned from in skipped.jsonl. Raises UserError if too many steps were skipped."""
+        """Record the rows of a skipped step in skipped.jsonl. Raises UserError if too many steps were skipped."""
         accelerator, number = self.accelerator, self.fitted.steps + 1
         rows = [row for batch in step.micro for row in describe(accelerator.gather(batch.tokens_BT.to(accelerator.device)))]
         if accelerator.is_main_process:
             with suppress(OSError):  # the message below names the step as well
                 note(self.run, number, why, [(number - 1) * len(rows), number * len(rows)], rows)
-        for name in ("loss", "gradient_norm"):  # those of the step before are not this one's
+        for name in ("loss", "gradient_norm"):  # the figures of the previous step must not pass for this one's
             self.shown.pop(name, None)
         if self.guard.skip(number):
             accelerator.print(f"{self.label}step {number} is skipped: {why} (its rows: {self.run / FILE})")
@@ -244,7 +244,8 @@ class Arm:
     def forget_earlier(self) -> None:
         """Remove what an earlier run left. This happens after the first step succeeds, so that settings that fail destroy nothing.
 
-        A run that starts over removes all of it; a resumed run removes what is of steps after the one it resumes from. Raises UserError.
+        A run that starts over removes all of it; a resumed run removes what belongs to steps after the one it resumes from. Raises
+        UserError if checkpoints cannot be removed.
         """
         if not self.accelerator.is_main_process:
             return
@@ -281,7 +282,7 @@ class Arm:
         return before_the_fall(steps, self.warmup, self.schedule) if self.lasting else None
 
     def _state(self) -> dict[str, Any]:
-        """What a checkpoint of this step keeps in state.json beside the step."""
+        """What a checkpoint of this step keeps in state.json, besides the step itself."""
         state = {"seconds": self.fitted.seconds, "tokens": self.fitted.tokens, "settings": self.settings, **self.record}
         figures = self.figures if self.figures.get("step") == self.fitted.steps else {}
         return state | {"guard": self.guard.state(), "figures": figures, "patience": self.patience.state(), "due": list(self.due)}

@@ -1,4 +1,4 @@
-"""Losses beside the divergences: what a drafter says of itself, or keeps for its next depth, against the target.
+"""Losses besides the divergences. They compare the drafter's confidence, or the state that it feeds to its next depth, with the target.
 
 Shape suffixes: B batch, T positions, A roots with drafts (all T, or the anchors), K depths, D target hidden, R supervised roots.
 """
@@ -13,8 +13,9 @@ from headstart.inference.decoding.sampling import wide
 
 
 def confidence_loss(logits: list[Tensor], alpha_KBT: Tensor, supervised: list[Tensor], decay: float, ask_BA: Tensor | None) -> Tensor:
-    """Binary cross-entropy between the drafter's confidence in each guess (``logits`` [B, A] per depth) and the true acceptance
-    probability alpha, held constant (2607.05147, section 3). Sum over supervised pairs, weighted by decay^(d-1).
+    """Binary cross-entropy between the drafter's confidence in each guess (``logits`` [B, A] per depth) and the acceptance probability
+    alpha, which gets no gradient (2607.05147, section 3). Sum over supervised pairs, weighted by decay^(d-1). ``ask_BA``: the roots with
+    drafts; None: all T.
     """
     total = torch.zeros((), dtype=torch.float32, device=alpha_KBT.device)
     for k, (logit_BA, mask_BT) in enumerate(zip(logits, supervised, strict=True)):

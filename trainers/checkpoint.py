@@ -1,11 +1,12 @@
 """Checkpoints of a run: everything that an exact resume needs, in safetensors and JSON, written whole or not at all.
 
 RUN/checkpoints/step-00000100/ holds drafter.safetensors (fp32 master weights), optimizer.safetensors (moments of whole parameters,
-however they were sharded: trainers/parallel.py), rng.safetensors (one for all processes: they start from one seed and draw alike),
+however they were sharded: trainers/parallel.py), rng.safetensors (one for all processes, which all draw the same random numbers),
 on_policy.safetensors if the drafter learns from its own text (trainers/on_policy.py; the rows of all processes), and state.json: step,
-seconds, tokens, settings, the guard's figures (trainers/guard.py), the figures of an evaluation at this step, what an interrupt has cut
-off after it (``due``), the SHA-256 of every file, and its own. Everything is written into a temporary folder, which is then renamed. So a
-folder with the name of a checkpoint was whole once; later damage is found before anything is restored.
+seconds, tokens, settings, the guard's figures (trainers/guard.py), the figures of an evaluation at this step, the evaluations after it
+that an interrupt prevented (``due``), the SHA-256 of every file, and its own. Everything is written into a temporary folder, which is then
+renamed. So a folder with the name of a checkpoint was complete when it was written. The checksums show later damage before anything is
+restored.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def remove(folder: Path) -> None:
 
 
 def clear(run: Path, after: int = 0) -> int:
-    """Remove the checkpoints of steps after ``after``, the newest last, so that a kill leaves no gap. Returns how many. Raises OSError."""
+    """Remove the checkpoints of steps after ``after``, oldest first, so that a kill leaves the newest. Returns how many. Raises OSError."""
     old = [folder for folder in folders(run) if step_of(folder) > after]
     for folder in old:
         remove(folder)
@@ -165,13 +166,13 @@ def check_files(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 def load(folder: Path, drafter: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Restore the weights from files that ``check_files`` has checked. Returns the optimisers' moments (for ``parallel.Parallel.restore``)
+    """Restore the weights from files that ``check_files`` has checked. Returns the optimizers' moments (for ``parallel.Parallel.restore``)
     and the random state. Raises UserError naming a file that does not belong to this drafter; nothing is restored then.
     """
     with _advice(folder):
         weights, flat, rng = (read_tensors(folder / f"{name}.safetensors") for name in ("drafter", "optimizer", "rng"))
         _fits(folder / "drafter.safetensors", weights, drafter.state_dict())
-        # Moments are numbered by the order of the optimiser's parameters. A parameter that never had a gradient has none.
+        # Moments are numbered by the order of the optimizer's parameters. A parameter that never had a gradient has none.
         numbered = {f"{o}.{i}": (x, p) for o, x in enumerate(optimizers) for i, p in enumerate(parameters(x))}
         wanted = {f"{i}.{k}": v for i, (x, p) in numbered.items() for k, v in moments_of(x, p).items()}
         given = {key.rpartition(".")[0] for key in flat}
@@ -204,7 +205,7 @@ def load_own_rows(folder: Path, processes: int, vocab_size: int) -> dict[str, Te
 
 
 def moments_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """For each moment that the optimiser keeps of a parameter, by name, a tensor of its shape and dtype. The values mean nothing."""
+    """For each moment that the optimizer keeps of a parameter, by name, a tensor of its shape and dtype. The values mean nothing."""
     if isinstance(optimizer, torch.optim.Muon):
         return {"momentum_buffer": parameter}
     return {"step": torch.zeros(()), "exp_avg": parameter, "exp_avg_sq": parameter}

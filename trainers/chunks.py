@@ -1,10 +1,10 @@
 """Divides the guesses of a batch into chunks, and chunks into strips: this decides which rows of logits exist at the same time.
 
-The teacher at position p judges the guess of depth d of root p - d. A *chunk* is a run of positions. It has as many guesses as may have
-logits at the same time: one depth per position where few roots are asked, all depths where all roots are. So its matrix products are
-large. Row-wise operations on its logits run on one *strip* at a time. A strip is a run of the chunk's positions, short enough that the
-intermediate results stay in the processor's cache and that the allocator keeps their memory. (For buffers of a whole chunk the operating
-system maps new pages at each operation, which takes as long as the arithmetic.)
+The teacher at position p judges the guess of depth d of root p - d. A *chunk* is a run of positions with as many guesses as may have
+logits at the same time. (A position has guesses of all depths if every root has drafts, but about one if only few roots do.) So the matrix
+products of a chunk are large. Row-wise operations on its logits run on one *strip* at a time. A strip is a run of the chunk's positions,
+short enough that the intermediate results stay in the processor's cache and that the allocator keeps their memory. (For buffers of a whole
+chunk the operating system maps new pages at each operation, which takes as long as the arithmetic.)
 
 All of this is computed before the first product, from masks on the CPU. So no chunk waits for the device.
 
@@ -21,23 +21,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CACHED, LAUNCHED = 1 << 20, 1 << 26  # numbers in a strip: on a CPU what its cache holds; on a GPU more, because each launch costs
+CACHED, LAUNCHED = 1 << 20, 1 << 26  # elements in a strip: on a CPU what its cache holds; on a GPU more, because each launch costs time
 KEPT = 30 << 20  # bytes; blocks above 32 MiB no longer raise glibc's trim threshold (see keep_freed_memory)
 
 
 @functools.cache  # once a process is enough
 def keep_freed_memory() -> None:
-    """glibc gives memory back once more is free than twice the largest block freed so far: what a chunk frees, the next shall find."""
+    """Make glibc keep the memory that a chunk frees, so that the next chunk can use it. glibc returns free memory to the system once it is
+    more than twice the largest block freed so far: so one large block is allocated and freed here.
+    """
     torch.empty(KEPT, dtype=torch.uint8, device="cpu")  # its pages are never touched
 
 
 def strip_of(device: torch.device) -> int:
-    """The most numbers (rows times vocabulary) in a strip on this device."""
+    """The most elements (rows times vocabulary) in a strip on this device."""
     return CACHED if device.type == "cpu" else LAUNCHED
 
 
 def guesses_of(chunk: int, depths: int, vocab: int, device: torch.device) -> int:
-    """The most guesses in a chunk: ``chunk``; on a GPU at least a strip at all depths, else launch overhead dominates."""
+    """The most guesses in a chunk: ``chunk``. On a GPU it is at least a strip at all depths, otherwise launch overhead would dominate."""
     return chunk if device.type == "cpu" else max(chunk, depths * (strip_of(device) // vocab))
 
 

@@ -2,7 +2,7 @@
 number of operations, and memory.
 
 clock = Clock(device)
-clock.exact = True                              # tell the parts of this step apart (on a GPU this waits for it)
+clock.exact = True                              # time the parts of this step one by one (on a GPU this synchronizes)
 start = time.perf_counter()
 ...                                             # fetch a batch, run the target, or step
 seconds = clock.since(start, "data", arms)      # added to each of these arms in full, as if it trained alone
@@ -25,7 +25,7 @@ from headstart.trainers.gpus import peak
 from headstart.trainers.operations import Operations
 
 PARTS = ("data", "target", "step", "waiting")
-Kind = tuple[str, Hashable]  # an arm, and what its steps do for the present (Learner.phase): of one kind all take as many operations
+Kind = tuple[str, Hashable]  # (arm, its present Learner.phase): all steps of one kind take equally many operations
 
 
 class Clock:
@@ -53,7 +53,7 @@ class Clock:
 
     @contextmanager
     def counting(self, kinds: Collection[Kind]) -> Iterator[None]:
-        """Count the operations inside, of a step of each of these kinds, for those that are new."""
+        """Count the operations inside as part of a step of each of these ``kinds``. Kinds that were counted before are left out."""
         new = [kind for kind in kinds if kind not in self.per_token]
         if not new:
             yield

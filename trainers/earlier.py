@@ -1,4 +1,4 @@
-"""What an earlier run left in the run folder, of steps behind the one that the present run begins at."""
+"""Removes what an earlier run left in the run folder for steps after the one that the present run begins at."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from headstart.trainers.diagnosis import FILE as DIAGNOSIS
 
 
 def forget(places: Sequence[Path], began: int, skipped: int) -> int:
-    """Remove what belongs to steps after ``began``: checkpoints, the weights that decoded best, a diagnosis, and lines of skipped.jsonl,
-    unless the present run has noted its step ``skipped`` there since. Of ``began`` = 0 nothing stays. ``places``: the run folder, and the
-    one on another disk if there is one. Returns the number of checkpoints. Raises UserError and OSError.
+    """Remove what belongs to steps after ``began`` (0: everything): checkpoints, the weights that decoded best, a diagnosis, and lines of
+    skipped.jsonl. ``skipped``: the latest skipped step; if the present run has skipped it, recording it has already removed those lines.
+    ``places``: the run folder, and the one on another disk if there is one. Returns the number of removed checkpoints. Raises UserError and
+    OSError.
     """
     run = places[0]
-    if skipped <= began:  # else that note has taken the place of theirs
+    if skipped <= began:  # else recording that step has removed them
         with suppress(OSError):
             guard.forget(run, began)
     removed = sum(checkpoint.clear(place, after=began) for place in places)

@@ -140,8 +140,9 @@ def copied(drafter: Drafter, target: Target) -> Drafter:
 def decode_beside(
     target: Target, exported: Drafter, live: Drafter, prompts: Sequence[Sequence[int]], policy: TreePolicy, sampling: Any, new_tokens: int
 ) -> tuple[Truth, Made]:
-    """Decode every prompt with ``exported``, with a tree (for an auto policy its own, whatever rounds cost) and a chain, at temperature 0
-    and 1. Returns the comparison with what ``live`` expects over these texts, and the generations by (shape, sampled).
+    """Decode every prompt with ``exported``, with a tree and a chain, at temperature 0 and 1. (An auto policy always takes the tree of its
+    settings here, whatever rounds cost.) Returns the comparison with what ``live`` expects over these texts, and the generations by
+    (shape, sampled).
     """
     policy = fit_depth(policy, exported)
     shapes = {("tree", sampled): policy.own_shape(sampling.rule, heat_of(sampled)) for sampled in (False, True)}

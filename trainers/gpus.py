@@ -46,7 +46,7 @@ def peak(device: torch.device) -> float | None:
 
 
 def peak_of(name: str) -> float | None:
-    """The same by the name that the driver reports, for example "NVIDIA H100 80GB HBM3"."""
+    """As ``peak``, from the name that the driver reports, for example "NVIDIA H100 80GB HBM3"."""
     words = re.split(r"[^a-z0-9]+", name.lower())
     pairs = {a + b for a, b in zip(words, words[1:], strict=False)}  # "RTX 4090"
     kind = next((kind for kind in GPUS if kind in {*words, *pairs}), None)

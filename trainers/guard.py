@@ -28,7 +28,7 @@ BEGINNING = 16  # first tokens of a row, shown in skipped.jsonl
 @dataclass
 class Guard:
     """Decides which steps are skipped. ``skips``: how many of the latest ``WINDOW`` steps may be. ``spike``: skip a step whose loss or
-    gradient norm is more than this many times the usual; 0: only what is not finite. Where the usual is zero nothing is a spike.
+    gradient norm is more than this many times the usual; 0: only if it is not finite. If the usual is zero, nothing is a spike.
     """
 
     skips: int
@@ -56,7 +56,7 @@ class Guard:
         return len(self.skipped) <= self.skips
 
     def shown(self, step: int) -> dict[str, int]:
-        """How many of the latest ``WINDOW`` steps up to ``step`` were skipped; {} if none ever was."""
+        """How many of the latest ``WINDOW`` steps up to ``step`` were skipped; {} if no step ever was."""
         return {"skipped": sum(s > step - WINDOW for s in self.skipped)} if self.skipped else {}
 
     def state(self) -> dict[str, list[Any]]:

@@ -35,7 +35,7 @@ from headstart.trainers.losses import LossOut
 
 
 def check_lora(settings: Mapping[str, Any], target: Target) -> None:
-    """Raises UserError if this target cannot be trained with ``trainer.lora``: on several devices, quantised, or without these modules."""
+    """Raises UserError if this target cannot be trained with ``trainer.lora``: on several devices, quantized, or without these modules."""
     if target.spread:
         raise UserError("trainer.lora: a target on several devices cannot be trained: take target.device=auto")
     if getattr(target.model, "hf_quantizer", None) is not None or getattr(target.model.config, "quantization_config", None) is not None:
@@ -87,7 +87,7 @@ class Joint(Learner):
         return self
 
     def optimizers(self, betas: tuple[float, float]) -> list[torch.optim.Optimizer]:
-        """One optimiser for the target's LoRA matrices, which have their own learning rate."""
+        """One optimizer for the target's LoRA matrices, which have their own learning rate."""
         lr = self.settings["lr"]
         return [torch.optim.AdamW([{"params": list(self.lora.values()), "peak_lr": lr}], lr=lr, betas=betas, weight_decay=0.0, fused=True)]
 
@@ -101,7 +101,7 @@ class Joint(Learner):
         """
         if self.training and done < self.settings["start"]:
             out = super().forward(batch, figures, done, wanted)
-            # DistributedDataParallel waits for every gradient; with zero gradients only, AdamW leaves the adapter unchanged
+            # DistributedDataParallel waits for every gradient. As long as all are zero, AdamW leaves the adapter unchanged
             out.loss_sum = out.loss_sum + 0.0 * sum(p.sum() for p in self.lora.values())
             return out
         states, final_BTD = self.target.read_with_grad(batch.tokens_BT, batch.positions_BT, self.drafter.taps)
@@ -120,7 +120,7 @@ class Joint(Learner):
         """Write RUN/adapter (peft's format) and RUN/target (the target with the adapter merged, as transformers loads it). Returns the
         latter's path.
 
-        Raises UserError for weights that are not finite, and if the disk refuses; a folder that is not written keeps its earlier content.
+        Raises UserError for weights that are not finite, and if a folder cannot be written, which then keeps its earlier content.
         """
         from peft import PeftModel, get_peft_model_state_dict
 

@@ -1,4 +1,4 @@
-"""The divergences of ``loss.kernel=triton``: one kernel computes the loss of a row of draft logits and overwrites it with the gradient.
+"""The divergences of ``loss.kernel=triton``: one kernel computes the loss of a row of draft logits and writes the gradient over it.
 
 The chunked form (trainers/losses.py) writes the log-softmax of both sides, the divergence and its gradient to memory, each in a buffer of
 its own. Here they stay in registers. The drafter's logits are read three times and written once, those of the target are read twice. Sums
@@ -29,7 +29,7 @@ from headstart.trainers.divergences.teacher import row_of
 from headstart.trainers.terms import Judged, Weights
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # triton reads it at import, too
-BLOCK = 4096  # numbers of a row that are processed together
+BLOCK = 4096  # elements of a row that are processed together
 
 
 @triton.jit

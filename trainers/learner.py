@@ -30,20 +30,20 @@ class Wanted:
     """Which guesses of a micro-batch are trained. (Not a tuple: DistributedDataParallel would move its tensors to the device.)"""
 
     ask_BA: Tensor | None  # the roots to draft from; None: all
-    supervised: list[Tensor]  # per depth [B, T] bool: the roots that count, depth 1 perhaps beyond ask_BA. On the CPU, because the loss
-    # plans its chunks by it
+    # per depth [B, T] bool: the roots that count (at depth 1 perhaps more than ask_BA). On the CPU, because the loss plans its chunks by it
+    supervised: list[Tensor]
 
 
 class Learner(nn.Module):
     """A drafter's unroll and loss in one ``forward``, so that DistributedDataParallel sees all gradients.
 
     ``depth``: guesses per root; drafters with a fixed number of depths use theirs. ``terms``: loss term -> weight (trainers/terms.py).
-    ``weighting``: a factor of a (root, depth) pair's weight beside ``decay``^(depth-1). ``constants``: of terms and weighting, where they
-    are not the defaults. ``chunk``: the most rows of draft logits at a time. ``kernel``: see ``terms.kernel_of``.
-    ``base_until``: during this share of the training the loss is a mean of the full loss and of that of the guesses without their
-    correction, whose weight falls from 1 to 0 (2605.29707: the backbone learns first). The term ``base`` adds the latter with a weight that
-    stays. ``detach``: see ``unroll``. ``on_policy``: see trainers/on_policy.py. Raises UserError for an unknown term, weighting or
-    constant, a kernel, ``detach`` or ``on_policy`` that does not fit.
+    ``weighting``: a further factor of a (root, depth) pair's weight, besides ``decay``^(depth-1). ``constants``: those of terms and
+    weighting that differ from the defaults. ``chunk``: the most rows of draft logits at a time. ``kernel``: see ``terms.kernel_of``.
+    ``base_until``: during this share of the training the loss is a mean of two losses: that of the guesses without their correction, whose
+    weight falls from 1 to 0, and the full one (2605.29707: the backbone learns first). The term ``base`` adds the loss without the
+    correction with a constant weight. ``detach``: see ``unroll``. ``on_policy``: see trainers/on_policy.py. Raises UserError for an unknown
+    term, weighting or constant, and for a kernel, ``detach`` or ``on_policy`` that this drafter cannot be trained with.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Learner(nn.Module):
         self.terms = {name: weight for name, weight in terms.items() if name not in BESIDE}
         self.share = (0, 1)  # (rank, number of processes): which rows of a step this process has
         self.checkpointing = False  # gradient checkpointing of the drafter's depths (heads/unroll.py)
-        self.also: dict[str, float] = {}  # further figures of the last forward, for the curves: means over so many positions
+        self.also: dict[str, float] = {}  # further figures of the last forward, for the curves: means over ``over`` positions
         self.over = 0
 
     @property
@@ -93,7 +93,7 @@ class Learner(nn.Module):
         return self.drafter
 
     def optimizers(self, betas: tuple[float, float]) -> list[torch.optim.Optimizer]:
-        """Optimisers of what is trained beside the drafter: none here."""
+        """Optimizers of what is trained besides the drafter: none here."""
         return []
 
     def anchors(self, batch: TokenBatch) -> Tensor | None:
@@ -126,8 +126,8 @@ class Learner(nn.Module):
         return list(masks_KBT)
 
     def wanted(self, batch: TokenBatch) -> Wanted:
-        """The guesses of a batch that a step trains. For drafters with anchors the roots are drawn at random, but for depth 1 where the
-        drafter makes that at every root.
+        """The guesses of a batch that a step trains. For drafters with anchors the roots are drawn at random, except at depth 1 if the
+        drafter makes that guess at every root (``first_everywhere``).
         """
         ask_BA = self.anchors(batch)
         supervised = self.supervised(batch, ask_BA)
@@ -191,7 +191,7 @@ class Learner(nn.Module):
         return out
 
     def _add_beside(self, out: LossOut, drafts: list[Draft], batch: TargetBatch, supervised: list[Tensor], ask_BA: Tensor | None) -> None:
-        """Add the terms beside the divergences to the loss. Raises UserError if the drafter does not have what they judge."""
+        """Add the terms besides the divergences to the loss. Raises UserError if the drafter does not have what they judge."""
         confidences = [draft.confidence_BN for draft in drafts]
         if "confidence" in self.beside:
             if any(c is None for c in confidences):
@@ -234,7 +234,7 @@ class Learner(nn.Module):
 
 @torch.no_grad()
 def evaluate(learner: Learner, batches: list[TargetBatch], depth: int | None = None) -> dict[str, float]:
-    """Loss, expected length and acceptance by depth over held-out text, teacher-forced. (The text is the data's own, not the target's.)
+    """Loss, expected length and acceptance by depth over held-out text, teacher-forced. (The text is the data's, not generated.)
 
     The expected length is that of a chain of ``depth`` guesses; None: as many as the learner unrolls. Only one batch at a time is on the
     drafter's device.

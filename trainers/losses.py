@@ -68,20 +68,20 @@ def fused_loss(
 ) -> LossOut:
     """Weighted sum of ``terms`` (divergence name -> weight) over depths 1..K. Each list has one entry per depth.
 
-    ``hidden`` [B, A, H] are the drafts of the roots in ``ask_BA`` (None: of every root); a depth of more than A rows, [B, T, H], has
-    them of every root. ``supervised`` [B, T] bool are the roots that count, of those with a draft. Keep these masks on the CPU, else
+    ``hidden`` [B, A, H] are the drafts of the roots in ``ask_BA`` (None: of every root). A depth with T rows instead of A, [B, T, H],
+    has the drafts of every root. ``supervised`` [B, T] bool: the roots that count; they have a draft. Keep these masks on the CPU, else
     the host waits for the device once. A (root, depth) pair has the weight decay^(depth-1), times that of ``weighting``
     (trainers/terms.py). ``constants`` belong to terms and weighting. At most ``chunk`` rows of draft logits exist at a time (at least
     K; on a GPU more, see chunks.guesses_of). The forward pass computes the gradients and keeps them until ``backward``, which can run
     once. Weights that require no gradient (the target's head) get none. ``figures=False`` skips what is only logged (matches,
-    acceptance), a tenth of a step in torch. ``kernel``: see ``terms.kernel_of``.
+    acceptance), which takes a tenth of a step in torch. ``kernel``: see ``terms.kernel_of``.
     Where an unembedding has candidates, ``terms`` judge its uncorrected logits, and trainers/selector.py judges how the candidates are
     ordered, with the weight ``selector``. Raises UserError for an unknown term, weighting or constant.
     """
     weighed = [(weight, term(name, constants)) for name, weight in terms.items()]
     weigh, device = weighting_of(weighting, constants), final_BTD.device
     supervised_KBT = torch.stack(supervised)
-    # by teacher position: whether the root d positions before it is supervised at depth d. On the CPU, because the host plans chunks by it
+    # by depth d and teacher position p: whether root p - d is supervised at depth d. On the CPU, because the host plans the chunks by it
     at_KP = torch.stack([F.pad(m, (d, 0))[:, : m.shape[1]] for d, m in enumerate(supervised_KBT.cpu(), start=1)]).flatten(1)
     widest = max(len(u.weight_VH) for u in unembeddings)
     parts = chunks(at_KP, guesses_of(chunk, len(hidden), widest, device), max(1, strip_of(device) // widest), device)
@@ -109,7 +109,7 @@ def fused_loss(
 
 
 def _dtype_of(hidden: Tensor) -> torch.dtype:
-    """Of the draft logits."""
+    """The dtype of the draft logits."""
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
@@ -136,7 +136,7 @@ class _Sums:
         self.kernel = None if by == "torch" else importlib.import_module(KERNELS[by])
         self.shape, self.selector, device = shape, selector, hidden[0].device
         self.dtype = _dtype_of(hidden[0])
-        # of each root its row in ``hidden``, -1 where it has none; None, and for depths of every root: the rows are the roots
+        # each root's row in ``hidden``, or -1 if it has none. Not used for depths with a row for every root; None if all depths are so
         self.row_P: Tensor | None = None
         self.asked = shape[1] if ask_BA is None else ask_BA.shape[1]
         if ask_BA is not None:
@@ -154,7 +154,7 @@ class _Sums:
             self.groups.setdefault((*map(id, u.blocks), id(u.ids_V)), (u, []))[1].append(k)
         self.vocabularies = {id(u.ids_V): u.ids_V for u in unembeddings}
         numbers = max((sum(part.counts_K) for part in parts), default=0) * max(len(u.weight_VH) for u in unembeddings)
-        self.room = torch.empty(numbers, dtype=self.dtype, device=device)  # for the logits of every chunk
+        self.room = torch.empty(numbers, dtype=self.dtype, device=device)  # the chunks share it for their logits
         if device.type == "cpu" and numbers > strip_of(device):
             keep_freed_memory()
         self.loss_K, self.plain_K = (torch.zeros(len(hidden), dtype=wide(hidden[0]).dtype, device=device) for _ in range(2))
@@ -207,7 +207,7 @@ class _Sums:
                 about = (said[id(unembedding.ids_V)], places[k], weight_R, self.in_kernel, self.grad)
                 loss_R, alpha_R, true_R, match_R = self.kernel.judge(logits[k], *about)
                 self.loss_K[k] += loss_R.sum()
-                if self.figures:  # of a pair without weight a kernel does not say the loss
+                if self.figures:  # a kernel returns weighted losses, which do not tell the loss of a pair with weight 0
                     self.plain_K[k] += torch.where(weight_R > 0, loss_R / weight_R, 0.0).sum()
                 for kept_KP, own_R in ((self.alpha_KP, alpha_R), (self.true_KP, true_R), (self.match_KP, match_R)):
                     kept_KP[k, roots[k]] = own_R.to(kept_KP.dtype)
@@ -249,8 +249,8 @@ class _Sums:
     def _select(
         self, selection: Selection, matrix: int, depths: list[int], roots: Sequence[Tensor], grad_RV: Tensor, part_RX: Tensor
     ) -> list[Tensor]:
-        """Add the selector's loss, and its gradient to that of the logits. Returns the gradient of ``part_RX``, in a list. ``matrix``: the
-        id of the one that multiplies it.
+        """Add the selector's loss, and its gradient to that of the logits. Returns the gradient of ``part_RX`` in a list, which is empty if
+        no gradients are needed. ``matrix``: the id of the correction matrix, which multiplies ``part_RX``.
         """
         weight_R = self.selector * torch.cat([self.weight_KP[k, roots[k]] for k in depths])
         losses = torch.stack([weight_R, torch.full_like(weight_R, self.selector)]) * selection.loss_R
@@ -262,7 +262,7 @@ class _Sums:
     def _look(
         self, selection: Selection, said_CV: Tensor, data_C: Tensor, depths: list[int], roots: Sequence[Tensor], places: Sequence[Tensor]
     ) -> None:
-        """Matches and acceptance are those after the selection."""
+        """Note matches and acceptance as they are after the selection."""
         place_R, counts = torch.cat([places[k] for k in depths]), [len(roots[k]) for k in depths]
         served = selection.figures(said_CV, place_R, data_C[place_R], max(1, strip_of(place_R.device) // said_CV.shape[1]))
         for kept_KP, own_R in zip((self.match_KP, self.alpha_KP, self.true_KP), served, strict=True):
@@ -272,8 +272,8 @@ class _Sums:
     def _products(
         self, unembedding: Unembedding, depths: list[int], asked: Sequence[Tensor], parts: list[Tensor], grad_RV: Tensor, done: list[Tensor]
     ) -> None:
-        """Backpropagate from the logits to the two factors of their product, the matrix and the hidden states. ``done``: gradients of the
-        last parts, where they are known already.
+        """Backpropagate from the logits to the two factors of their product, the matrix and the hidden states. ``done``: the
+        gradients of the last parts, if they are known already.
         """
         blocks = unembedding.blocks[: len(parts) - len(done)]
         for weight, part_RH in zip(blocks, parts, strict=False):

@@ -31,8 +31,8 @@ def asked_for(error: BaseException) -> int | None:
 
 
 def advice(settings: dict[str, Any], wanted: int) -> str:
-    """A phrase that says which setting to lower. ``settings``: those of a run, as for a plan, and its folder ``out``, which is named where
-    the run can go on so. ``wanted``: the bytes that are missing.
+    """A phrase that says which setting to lower. ``settings``: those of a run, as for a plan, and its folder ``out``, which is named if the
+    run can resume with the lower setting. ``wanted``: the bytes that are missing.
     """
     trainer, goes_on = settings["trainer"], f"; with out={settings['out']} the run goes on"
     kept = next(filter(None, (read_together(each["loss"]) for each in (settings["arms"] or {"": settings}).values())), "")

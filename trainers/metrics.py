@@ -1,10 +1,11 @@
 """The names of all numbers, in metrics.jsonl and in every tracker.
 
-train/...       loss, expected_length, lr, gradient_norm, tokens, epoch; by depth the same as heldout/...; all over the rows of one step,
-                loss over those of all processes, expected_length and the figures by depth over those of the first. If steps were skipped
-                (trainers/guard.py) skipped, their number among the latest 100; with trainer.lora target_kl, the adapted target's
-                divergence from the original per position; with loss.on_policy on_policy_rows, on_policy_rejected_rounds (a share),
-                on_policy_accepted_length and on_policy_acceptance, of the drafter's own text
+train/...       loss, expected_length, lr, gradient_norm, tokens, epoch; by depth the same as heldout/...; all over the rows of one step:
+                loss over the rows of all processes, expected_length and the figures by depth over those of the first process;
+                skipped (once a step was skipped, see trainers/guard.py): how many of the latest 100 steps were;
+                target_kl (with trainer.lora): the adapted target's divergence from the original, per position;
+                on_policy_rows, on_policy_rejected_rounds (a share), on_policy_accepted_length, on_policy_acceptance (with
+                loss.on_policy): figures of the drafter's own text
 heldout/...     loss, expected_length: over held-out text, teacher-forced; by depth depth/1/acceptance (share of a chain's rounds in which
                 this guess and all before it are right), depth/1/accuracy (share of all guesses), loss_depth/1 (without decay and
                 weighting)
@@ -38,7 +39,7 @@ WHERE = {
     "temperature_0": "decode/T0", "temperature_1": "decode/T1", "chain_temperature_0": "decode/T0/chain",
     "chain_temperature_1": "decode/T1/chain", "auto_temperature_0": "decode/T0/auto", "auto_temperature_1": "decode/T1/auto",
 }  # fmt: skip
-# Which value of a number summarises a run, for tables of runs.
+# Which value of a number summarizes a run, for tables of runs.
 BEST = {"train/loss": "min", "heldout/loss": "min", "train/expected_length": "max", "heldout/expected_length": "max",
         "heldout/depth/*": "max", "heldout/loss_depth/*": "min", "train/depth/*": "max", "train/loss_depth/*": "min",
         "train/target_kl": "min", "decode/c": "min", "decode/v": "min", "decode/*": "max", "speed/*": "mean",
@@ -46,7 +47,7 @@ BEST = {"train/loss": "min", "heldout/loss": "min", "train/expected_length": "ma
 
 
 def best_of(name: str) -> str:
-    """How a number is summarised over a run: "min" or "max", whichever is better, or "mean" if neither is."""
+    """How a number is summarized over a run: "min" or "max", whichever is better, or "mean" if neither is."""
     return next((best for pattern, best in BEST.items() if fnmatch(name, pattern)), "max")
 
 

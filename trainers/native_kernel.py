@@ -1,5 +1,5 @@
-"""The divergences of ``loss.kernel=native``: on a CPU the loss of a row of draft logits, in C++ (heads/native_loss.h), which overwrites the
-logits with the gradient. Formulas as in trainers/kernel.py; sums are fp32.
+"""The divergences of ``loss.kernel=native``: C++ code for CPUs (heads/native_loss.h), which computes the loss of a row of draft logits and
+overwrites the row with its gradient. The formulas are those of trainers/kernel.py. Sums are fp32.
 
 Shape suffixes: C positions that the target judges, R draft rows, V vocabulary of the drafter, W vocabulary of the target.
 """
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class _Judge(ctypes.Structure):
-    """``Judge`` of heads/native_loss.h."""
+    """The struct ``Judge`` of heads/native_loss.h."""
 
     _fields_ = [
         *((name, native.POINTER) for name in ("logits", "said", "ids", "place", "best", "data", "lse", "weight")),
@@ -78,7 +78,7 @@ def judge(logits_RV: Tensor, said: Said, place_R: Tensor, weight_R: Tensor, weig
 
 @functools.cache
 def right() -> bool:
-    """Whether there is a library that computes what torch does in float64."""
+    """Whether the library is there and computes the same as torch in float64, up to rounding."""
     if native.library() is None:
         return False
     right = native.apart(_as_in_float64)

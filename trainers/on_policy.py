@@ -97,7 +97,7 @@ class OnPolicy:
     def collect(self, step: int, micro: Sequence[TokenBatch], accelerator: Accelerator) -> dict[str, float]:
         """Make new rows with the present weights, from prefixes of the rows in ``micro``. Returns figures over all processes.
 
-        Raises UserError if in no process a prefix leaves room for the new tokens.
+        Raises UserError if no prefix in any process leaves room for the new tokens.
         """
         rng = np.random.default_rng((self.seed, step, accelerator.process_index))
         prompts = self._prompts(micro, rng)

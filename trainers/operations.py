@@ -16,7 +16,9 @@ from headstart.heads.unembedding import Unembedding
 
 
 def _of_documents(formula: Callable[..., int]) -> Callable[..., int]:
-    """For our operations (heads/native_flash.py), whose rows see only their own document. Their last arguments are borders and scale."""
+    """The formula for our operations (heads/native_flash.py), whose rows see only their own document. Their last two arguments are the
+    borders of the documents and the scale.
+    """
 
     def count(x: Tensor, *more: Any, **about: Any) -> int:
         cuts, whole = more[-2], len(x) * x.shape[2] ** 2
@@ -34,7 +36,7 @@ _OWN: dict[Any, Callable[..., int]] = {  # operations for which torch has no for
 }
 
 
-uncounted = _disable_current_modes  # inside, an ``Operations`` around it sees nothing: decoding replays graphs, and times its own products
+uncounted = _disable_current_modes  # inside it an outer ``Operations`` counts nothing: decoding replays graphs and times products
 
 
 class Operations(TorchDispatchMode):
@@ -59,9 +61,10 @@ class Operations(TorchDispatchMode):
 
 
 def of_loss(rows: int, unembedding: Unembedding, learns: bool = True) -> float:
-    """Operations of the loss of ``rows`` guesses (trainers/losses.py), forward and, where it ``learns``, backward, without the teacher's
-    logits. A matrix is multiplied for the logits, for the gradient of the hidden states and, where it is trained, for its own. A correction
-    of the candidates alone reads their rows and the row of the target's token; the gradient of its matrix is a sum, not a product.
+    """Operations of the loss of ``rows`` guesses (trainers/losses.py), without the teacher's logits: of the forward pass and, with
+    ``learns``, of the backward pass. A matrix is multiplied once for the logits, once for the gradient of the hidden states and, if it is
+    trained, once for its own gradient. If there are candidates, a correction is only multiplied by their rows and that of the target's
+    token; the gradient of its matrix is a sum, not a product.
     """
     matrix_VH, *corrections = unembedding.blocks
 
@@ -75,8 +78,9 @@ def of_loss(rows: int, unembedding: Unembedding, learns: bool = True) -> float:
 
 
 def of_losses(rows: int, unembedding: Unembedding, teacher: float, loss: Mapping[str, Any]) -> float:
-    """Operations of a step's loss by its settings, a mean over all steps. ``teacher``: those of the teacher's logits, once. Without the
-    correction the loss is there once more, in all steps or in a share of them; a weighting looks at every loss beforehand.
+    """Operations of a step's loss with the settings ``loss``, averaged over all steps. ``teacher``: operations that compute the teacher's
+    logits once. The loss without the correction comes on top, in all steps (the term ``base``) or in a share of them (``base_until``). A
+    weighting other than decay computes each loss once before, without gradients.
     """
     losses = [(1.0, unembedding)]
     if again := 1.0 if "base" in loss["terms"] else loss["base_until"]:

@@ -1,4 +1,4 @@
-"""Optimisers (AdamW, or Muon for hidden matrices and AdamW for the rest) and learning-rate schedules."""
+"""Optimizers (AdamW, or Muon for hidden matrices and AdamW for the rest) and learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def open_optimizers(
     drafter: Drafter, name: str, lr: float, betas: tuple[float, float], weight_decay: float, muon_lr: float | None = None,
     momentum: float = 0.95, ns_steps: int = 5,
 ) -> list[Optimizer]:  # fmt: skip
-    """The optimisers of a drafter: ``adamw`` (1711.05101), or ``muon``, which orthogonalises the updates of hidden matrices (Jordan 2024;
+    """The optimizers of a drafter: ``adamw`` (1711.05101), or ``muon``, which orthogonalizes the updates of hidden matrices (Jordan 2024;
     scaled to the size of AdamW's updates as in 2502.16982, section 2.2). AdamW updates embeddings, output heads and vectors in either
     case. With Muon, heads (which start as copies of the target's) and vectors have 0.3 of ``lr``. Vectors have no weight decay. Only Muon
     uses ``muon_lr`` (None: ``lr``), ``momentum`` and ``ns_steps``, the steps of its Newton-Schulz iteration.
@@ -74,7 +74,7 @@ def open_optimizers(
 
 
 def parameters(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters of an optimiser, in the order in which it and checkpoints number them."""
+    """The parameters of an optimizer, in the order in which it and checkpoints number them."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -84,9 +84,9 @@ def warmup_steps(warmup: float, steps: int) -> int:
 
 
 def learning_rate(step: int, steps: int, warmup: float, schedule: str, floor: float = FLOOR) -> float:
-    """The learning rate of step ``step`` (from 0) as a share of the peak. After a linear warm-up it falls by ``cosine`` to ``floor`` or
-    ``linear`` to zero, stays ``constant``, or by ``wsd`` stays constant and falls linearly to zero over the last fifth of the steps (where
-    that overlaps a long warm-up, the smaller of the two). ``warmup``: as in ``warmup_steps``.
+    """The learning rate of step ``step`` (from 0) as a share of the peak. After a linear warm-up, ``cosine`` falls to ``floor``, ``linear``
+    falls to zero, ``constant`` stays, and ``wsd`` stays until it falls linearly to zero over the last fifth of the steps (if that overlaps
+    a long warm-up, the smaller rate counts). ``warmup``: as in ``warmup_steps``.
     """
     assert schedule in ("cosine", "linear", "constant", "wsd")
     warmup = warmup_steps(warmup, steps)
@@ -99,7 +99,7 @@ def learning_rate(step: int, steps: int, warmup: float, schedule: str, floor: fl
     return 1 - done if schedule == "linear" else floor + (1 - floor) / 2 * (1 + math.cos(math.pi * done))
 
 
-@functools.cache  # asked after every step, and goes through all of them
+@functools.cache  # called after every step, and loops over all steps
 def before_the_fall(steps: int, warmup: float, schedule: str) -> int | None:
     """The last step up to which the learning rate does not depend on ``steps``. A longer run can resume from its weights. None if no such
     step is worth keeping: ``cosine`` and ``linear`` fall from the first step after the warm-up.

@@ -6,7 +6,7 @@ fsdp       weights, gradients and moments are sharded; weights are gathered for 
 deepspeed  DeepSpeed shards the moments, or gradients too, and keeps the moments on the CPU if wanted
 
 Steps and checkpoints are the same as those of a single process. So a run may resume with another of these, and with another number of
-processes. Muon orthogonalises a matrix as a whole, so each of its matrices has one owner, which computes the whole update.
+processes. Muon orthogonalizes a matrix as a whole, so each of its matrices has one owner, which computes the whole update.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from headstart.trainers.learner import Learner
 from headstart.trainers.optimizer import Optimizer, parameters
 
 DDP: dict[str, Any] = {"name": "ddp"}
-BUCKET = 1 << 26  # numbers in a bucket of gradients under DeepSpeed, whose default takes 2 GB
+BUCKET = 1 << 26  # elements in a bucket of gradients under DeepSpeed, whose default takes 2 GB
 Moments = Mapping[str, Tensor]  # "optimizer.parameter.name" -> moment of the whole parameter, numbered as in a single process
 
 
@@ -47,7 +47,7 @@ def check_parallel(parallel: Mapping[str, Any], own: Mapping[str, Mapping[str, A
 
 
 def spread(parallel: Mapping[str, Any], accelerator: Accelerator, learner: Learner, optimizers: Sequence[Optimizer]) -> Parallel:
-    """Spread the learner and its optimisers as ``parallel`` (conf/parallel) says. Load weights before and ``restore`` moments afterwards.
+    """Spread the learner and its optimizers as ``parallel`` (conf/parallel) says. Load weights before and ``restore`` moments afterwards.
     A single process always uses ``ddp``, except with DeepSpeed, which can keep the moments on the CPU.
     """
     name, how = parallel["name"], {k: v for k, v in parallel.items() if k != "name"}
@@ -66,7 +66,7 @@ class Parallel:
 
     def __init__(self, accelerator: Accelerator, learner: Learner, optimizers: Sequence[Optimizer]) -> None:
         self.accelerator, self.learner, self.optimizers = accelerator, learner, optimizers
-        # parameters of each optimiser in the order in which a checkpoint numbers them
+        # parameters of each optimizer in the order in which a checkpoint numbers them
         self.order: list[list[Any]] = [parameters(x) for x in optimizers]
         self.wanted = [[{k: like.to("meta") for k, like in moments_of(x, p).items()} for p in order]
                        for x, order in zip(optimizers, self.order, strict=True)]  # fmt: skip
@@ -120,7 +120,7 @@ class Parallel:
             x.mul_(by)
 
     def step(self) -> None:
-        """Run the optimisers' step, then drop the gradients."""
+        """Run the optimizers' step, then drop the gradients."""
         for optimizer in self.optimizers:
             optimizer.step()
         self.forget()
@@ -173,7 +173,7 @@ class Parallel:
         return copied(x) if self.accelerator.is_main_process else None
 
     def moments(self, optimizer: Optimizer, o: int, i: int, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The whole moments of the i-th parameter of optimiser ``o`` in the first process; {} in the others. ``names``: name -> a tensor
+        """The whole moments of the i-th parameter of optimizer ``o`` in the first process; {} in the others. ``names``: name -> a tensor
         of the same shape and dtype. A parameter that never had a gradient has no moments.
         """
         if not self.accelerator.is_main_process:
@@ -186,7 +186,7 @@ class Parallel:
             set_moments(optimizer, ((p, self.given(moments, o, i)) for i, p in enumerate(self.order[o])))
 
     def given(self, moments: Moments, o: int, i: int) -> dict[str, Tensor]:
-        """The entries of ``moments`` for the i-th parameter of optimiser ``o``, by name."""
+        """The entries of ``moments`` for the i-th parameter of optimizer ``o``, by name."""
         return {name: moments[key] for name in self.wanted[o][i] if (key := f"{o}.{i}.{name}") in moments}
 
     def close(self) -> None:
@@ -195,14 +195,14 @@ class Parallel:
 
 
 def set_moments(optimizer: Optimizer, moments: Iterable[tuple[Tensor, Mapping[str, Tensor]]]) -> None:
-    """Load moments into an optimiser. ``moments``: parameters that it updates, in any order, each with its moments by name."""
+    """Load moments into an optimizer. ``moments``: parameters that it updates, in any order, each with its moments by name."""
     number = {id(p): i for i, p in enumerate(parameters(optimizer))}
     known = {number[id(p)]: dict(own) for p, own in moments if own}
     optimizer.load_state_dict({"state": known, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def replace_parameters(optimizer: Optimizer, new: Mapping[int, Tensor]) -> None:
-    """Let an optimiser update other tensors. ``new``: the number of a parameter -> the tensor to update in its place. Parameters whose
+    """Let an optimizer update other tensors. ``new``: the number of a parameter -> the tensor to update in its place. Parameters whose
     number is not in ``new`` are no longer updated by this process.
     """
     numbers = itertools.count()
@@ -211,7 +211,9 @@ def replace_parameters(optimizer: Optimizer, new: Mapping[int, Tensor]) -> None:
 
 
 def owners(sizes: Sequence[int], world: int) -> list[int]:
-    """The process that gets each size, such that all get about the same total: the largest first, each to the process with least so far."""
+    """For each size the process that gets it, so that all processes get about the same total. The largest size comes first; each goes to
+    the process that has least so far.
+    """
     has, found = [0] * world, [0] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         found[i] = has.index(min(has))
@@ -221,7 +223,7 @@ def owners(sizes: Sequence[int], world: int) -> list[int]:
 
 def to_first(accelerator: Accelerator, owner: int, x: Tensor | None, like: Tensor) -> Tensor | None:
     """Send a moment from process ``owner`` to the first process. Returns it there on the CPU, elsewhere None. ``like`` has its shape and
-    dtype. Both processes must call this. Where the owner has none yet (no step was taken) it is 0, as optimisers begin.
+    dtype. Both processes must call this. If the owner has none yet (no step was taken), zeros are sent, with which optimizers begin.
     """
     rank, device = accelerator.process_index, accelerator.device
     if rank == owner and x is None:

@@ -12,9 +12,9 @@ DECODED, EXPECTED = "decode/T0/accepted_length", "heldout/expected_length"  # th
 
 
 def too_much(patience: int, steps: int, decode_every: int, eval_every: int) -> str:
-    """Why a training of so many steps cannot be stopped early by this ``trainer.patience``; "" if it can."""
+    """Why this ``trainer.patience`` cannot stop a training of ``steps`` steps early; "" if it can."""
     key, what, every = ("decode_every", "decodings", decode_every) if decode_every else ("eval_every", "evaluations", eval_every)
-    if not patience or (judged := (steps - 1) // every) > patience:  # before the end
+    if not patience or (judged := (steps - 1) // every) > patience:  # those before the last step
         return ""
     instead = ", or take trainer.decode_every=0 to go by evaluations" if decode_every else ""
     return f"trainer.patience={patience} takes {patience + 1} {what} at least, and before step {steps} there are {judged}: lower " \
@@ -59,8 +59,8 @@ class Patience:
             setattr(self, key, kind(state[key]))
 
     def said(self, step: int, steps: int, warmup: float, schedule: str, lasting: bool, floor: float, out: Path) -> str:
-        """A phrase that says why the training ends at ``step``, and whether the learning rate was still high. ``lasting``: a longer run
-        has the same early steps, so that it can resume from here. ``out``: the run folder.
+        """A phrase that says why the training ends at ``step``, and whether the learning rate was still high. ``lasting``: whether a
+        longer run has the same early steps and can resume from here. ``out``: the run folder.
         """
         evaluations = f"{self.since} evaluations since then (trainer.patience={self.evaluations})"
         from headstart.trainers.optimizer import learning_rate  # here, because door/ reads this file before torch is loaded

@@ -23,10 +23,10 @@ class Piece(NamedTuple):
 
 
 class Pieces(Parallel):
-    """``zero1``: the optimiser of each process updates its own pieces, which share their memory with the parameters."""
+    """``zero1``: the optimizer of each process updates its own pieces, which share their memory with the parameters."""
 
     name = "zero1"
-    LEAST = 1 << 16  # numbers in the smallest parameter that is cut into pieces
+    LEAST = 1 << 16  # elements of the smallest parameter that is cut into pieces
 
     def __init__(self, accelerator: Accelerator, learner: Learner, optimizers: Sequence[Optimizer]) -> None:
         super().__init__(accelerator, learner, optimizers)
@@ -36,7 +36,7 @@ class Pieces(Parallel):
         owner = owners([0 if is_cut else p.numel() for (_, p), is_cut in zip(each, cut, strict=True)], world)
         found = iter([_cut(p, world) if is_cut else [Piece(at, ...)] for (_, p), is_cut, at in zip(each, cut, owner, strict=True)])
         self.pieces = [[next(found) for _ in order] for order in self.order]
-        # per optimiser: number of a parameter -> the rows that this process updates, and their piece of the parameter
+        # per optimizer: number of a parameter -> the rows that this process updates, and their piece of the parameter
         self.own: list[dict[int, tuple[Any, nn.Parameter]]] = []
         for order, pieces, optimizer in zip(self.order, self.pieces, optimizers, strict=True):
             mine = {i: piece.rows for i, several in enumerate(pieces) for piece in several if piece.owner == rank}

@@ -71,7 +71,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether what is needed is usable."""
+        """Whether the bytes needed are at most the usable ones."""
         return self.needed <= self.usable
 
 
@@ -177,7 +177,9 @@ def _spread(parallel: Settings, world: int, counted: list[Count]) -> dict[str, f
 
 
 def parameters_of(model: Any) -> dict[str, int]:
-    """Parameters of the target: ``dense``, of as many experts as a token passes (``active``), and of the remaining experts (``idle``)."""
+    """Numbers of the target's parameters: outside the experts (``dense``), in the experts that a token uses (``active``), in the others
+    (``idle``).
+    """
     text = model.config.get_text_config()
     experts = next((n for k in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(text, k, None))), 0)
     share = (getattr(text, "num_experts_per_tok", None) or experts) / experts if experts else 1.0
@@ -187,15 +189,15 @@ def parameters_of(model: Any) -> dict[str, int]:
 
 
 def _width(hf: Any, shape: TargetShape) -> int:
-    """Width of the MLP that a token passes: of a mixture of experts, the chosen experts' together."""
+    """Width of the MLP that a token uses; in a mixture of experts, the sum over the experts that it uses."""
     text = hf.get_text_config()
-    inner = getattr(text, "moe_intermediate_size", None) or shape.intermediate_size  # Mixtral and gpt-oss have no name of its own for it
+    inner = getattr(text, "moe_intermediate_size", None) or shape.intermediate_size  # Mixtral and gpt-oss have only the latter key
     return inner * (getattr(text, "num_experts_per_tok", None) or 1)
 
 
 def _pass(weights: int, shape: TargetShape, trainer: Settings) -> float:
-    """Operations of the target's forward pass: two per parameter and token, and causal attention. ``weights``: those that a token passes,
-    without the embedding and the output head (which counts as loss).
+    """Operations of the target's forward pass: two per parameter and token, and causal attention. ``weights``: the number that a token
+    uses, without the embedding and the output head (which counts as loss).
     """
     rows, T = trainer["batch_size"], trainer["length"]
     attention = 2 * shape.layers * shape.heads * shape.head_dim * T * T * rows
@@ -216,7 +218,7 @@ def _count(arm: Settings, model: Any, shape: TargetShape, trainer: Settings, hal
     learnt = sum(b.numel() for b in heads if b.requires_grad)
     strip = 1 if in_kernel(loss["kernel"], loss["terms"], device) else strip_of(device)  # a kernel keeps strips in registers
     places, chunk = min(trainer["batch_size"] * trainer["length"], rows), guesses_of(loss["chunk"], depth, vocab, device)
-    # a block of a matrix's gradient before it is added; a CPU makes one in fp32 of one in bf16
+    # a block of a matrix's gradient before it is added up: on a CPU it exists in bf16 and in fp32
     block = (6 if half else 4) * strip_of(device) if learnt and device.type == "cpu" else 0
     buffers = _loss(chunk, places, rows, depth, vocab, shape.vocab_size, half, strip, block)
     buffers += (2 if half else 4) * rows * hidden + 2 * half * sum(b.numel() for b in heads)  # gradients of hidden states; heads as bf16
@@ -240,7 +242,7 @@ def _count(arm: Settings, model: Any, shape: TargetShape, trainer: Settings, hal
 
 
 def _drafter(head: Settings, model: Any, shape: TargetShape) -> tuple[Drafter, list[bool]]:
-    """A drafter without values, attached to ``model``, and a list that is no longer empty once the drafter has asked for its layers."""
+    """A drafter without values, attached to ``model``, and a list that is empty until the drafter asks for the target's layers."""
     arguments, layers_asked = {k: v for k, v in head.items() if k != "name"}, list[bool]()
     with unset_fake_temporarily():  # the constructor reads the values of the token list
         if isinstance(arguments.get("draft_vocab"), int):  # any tokens do: only their number matters
@@ -263,9 +265,9 @@ def _loss(chunk: int, places: int, rows: int, depth: int, vocab: int, whole: int
     """
     wide, chunk = 2 if half else 4, min(chunk, rows)
     judged = chunk * places // rows  # positions of a chunk
-    # The fp32 tensors of a strip are the larger of two sets. One: log-probabilities and probabilities, those of the strip before, and their
-    # product. Two: both, and at the positions where one depth guesses both again, the log-softmax of the guesses, and two gradients. A
-    # trimmed vocabulary is gathered from the teacher's whole one, which adds that.
+    # The fp32 tensors of a strip are the larger of two sets. First set: the teacher's log-probabilities and probabilities, those of the
+    # strip before, and a product of the two. Second set: the teacher's two, and for the guesses of one depth: copies of the two,
+    # log-softmax, two gradients, and in half precision the logits. A trimmed vocabulary is gathered from the whole one, which is added.
     numbers = vocab * max(5.0, 2 + (5 + half) * rows / places / depth) + (whole if vocab < whole else 0)
     return wide * (chunk * vocab + judged * whole) + max(4 * min(judged, max(1, strip // vocab)) * numbers, block)
 

@@ -1,6 +1,6 @@
 """What ``trainer.lora`` adds to a plan: the adapter, and a second pass of the target, through which gradients flow (trainers/joint.py).
 
-Counted as the drafter is (trainers/plan.py): the adapted target runs without values, and what autograd saves of its pass is added up.
+It is counted like the drafter (trainers/plan.py): the adapted target runs without values, and what autograd saves of its pass is added up.
 No shape suffixes.
 """
 
@@ -20,12 +20,12 @@ from headstart.trainers.shapes import Kept, without_numbers, without_weights
 
 
 class Adapted(NamedTuple):
-    """The needs of an adapted target in training, beside those of its drafter."""
+    """The needs of an adapted target in training, besides those of its drafter."""
 
     trained: int = 0  # parameters of the adapter, in fp32
     kept: float = 0.0  # bytes: tensors that autograd saves of the pass, and what the pass returns
     loss: float = 0.0  # bytes of the divergence's buffers
-    flops: float = 0.0  # of one micro-batch, forward and backward, on the average over the run
+    flops: float = 0.0  # of one micro-batch, forward and backward, averaged over the run
 
 
 def adapted(model: Any, drafter: Drafter, arm: dict[str, Any], trainer: dict[str, Any], half: bool, kind: torch.dtype) -> Adapted:
@@ -51,8 +51,9 @@ def adapted(model: Any, drafter: Drafter, arm: dict[str, Any], trainer: dict[str
     finals = 2 * B * T * shape.hidden_size * kind.itemsize  # of both targets, at the supervised positions
     # log-probabilities of both, probabilities, and two gradients, in fp32
     loss = 4.0 * min(arm["loss"]["chunk"], B * T) * shape.vocab_size * 5
-    # Frozen weights need the gradient of their inputs alone: backward is once more the operations of the forward pass, twice the adapter's,
-    # two and a half times attention's. Of both targets' logits: twice forward (they are made again), and once back, for one of them.
+    # The backward pass takes as many operations as the forward pass for frozen weights, which need only the gradient of their inputs, twice
+    # as many for the adapter, and two and a half times as many for attention. Logits: both targets' twice, because the backward pass
+    # computes them again, and one backward product, for the adapted target.
     attention = 4.0 * shape.layers * shape.heads * shape.head_dim * T * T * B
     logits = 5 * 2.0 * B * T * shape.hidden_size * shape.vocab_size
     flops = 2 * counts.count + 2.0 * trained * B * T + 1.5 * attention + logits

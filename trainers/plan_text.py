@@ -118,7 +118,7 @@ def _adapts(settings: Settings) -> bool:
 
 
 def _first(ways: Iterable[Iterator[tuple[list[str], Plan]]]) -> Iterator[tuple[list[str], Plan]]:
-    """The changes of the first way that has any."""
+    """The changes of the first of these ways that has any."""
     return next((iter(found) for way in ways if (found := list(way))), iter(()))
 
 
@@ -131,8 +131,8 @@ def _can_be_trimmed(settings: Settings) -> bool:
 
 
 def _shared_out(settings: Settings, gpus: int, held: bool) -> Iterator[tuple[list[str], Plan]]:
-    """Changes that use ``gpus`` GPUs of each node and shard more, where the settings have defaults. ``held``: the run holds the target's
-    layers.
+    """Changes that use ``gpus`` GPUs per node and shard more. Only settings that have their default value are changed. ``held``: whether
+    the run holds the target's layers.
     """
     changed = settings | {"gpus": gpus}
     words: dict[str, Any] = {"gpus": gpus} if gpus > settings["gpus"] else {}
@@ -152,8 +152,8 @@ def _shared_out(settings: Settings, gpus: int, held: bool) -> Iterator[tuple[lis
 def smaller(
     settings: Settings, words: Mapping[str, Any], enough: Callable[[Plan], bool] = lambda found: found.fits
 ) -> Iterator[tuple[list[str], Plan]]:
-    """At most one change: ``words`` alone, or with ever smaller batches and chunks (and more accumulation). It is the first one that is
-    ``enough``.
+    """Yields at most one change, the first that is ``enough``: ``words`` alone, or with smaller and smaller batches, chunks and rows.
+    Accumulation grows as batches shrink.
     """
     changed, words = deepcopy(settings), dict(words)
     for key in (None, *LESS):

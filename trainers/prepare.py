@@ -158,7 +158,7 @@ def runs_target(data: Settings, served: Settings | None) -> bool:
 
 
 def _target(settings: Settings, data: Settings, own: dict[str, Settings], served: Settings | None, stack: ExitStack) -> TargetInfo:
-    """The target: a server's, or its config and ends alone, or with its layers if these are needed. Raises UserError."""
+    """The target: run by a server, or its config and ends alone, or with its layers if the run needs them. Raises UserError."""
     if is_served(served):
         return stack.enter_context(closing(_served(settings, data, own, served)))
     if not needs_layers(data, own):
@@ -173,8 +173,8 @@ def _target(settings: Settings, data: Settings, own: dict[str, Settings], served
 
 
 def _steps(trainer: Settings, own: Mapping[str, Settings], source: Source) -> int:
-    """The number of steps: ``trainer.steps``, or what ``trainer.epochs`` amounts to over all processes. Raises UserError if those are too
-    few for ``trainer.patience`` (of ``trainer.steps`` door/groups.py says it).
+    """The number of steps: ``trainer.steps``, or what ``trainer.epochs`` amounts to over all processes. Raises UserError if the latter
+    are too few for ``trainer.patience`` (for ``trainer.steps``, door/groups.py checks it).
     """
     steps = int(trainer["steps"])
     if (epochs := trainer["epochs"]) is not None:
@@ -203,7 +203,7 @@ def _served(settings: Settings, data: Settings, own: dict[str, Settings], served
 
 
 def _counted(head: Settings, drafter: Drafter) -> Settings:
-    """A digest of the trimmed draft vocabulary if it was counted from the data: with other tokens the rows of the head differ. Else {}."""
+    """A digest of the trimmed draft vocabulary if it was counted from the data: its tokens give the head's rows their meaning. Else {}."""
     if not isinstance(head.get("draft_vocab"), int):
         return {}
     return {"draft_vocab": hashlib.sha256(json.dumps(drafter.config["draft_vocab"]).encode()).hexdigest()[:16]}
@@ -235,7 +235,7 @@ def _capturing(job: Job, capture: Settings, stack: ExitStack) -> Source:
 
 
 def _report_prompts(decoding: Decode, source: Source, target: TargetInfo) -> list[list[int]]:
-    """The prompts of the report. Raises UserError if they do not fit: before the training, not only after it."""
+    """The prompts of the report. Raises UserError if they do not fit. It must be known before the training, not only after it."""
     prompts = source.prompts(decoding.prompts, decoding.new_tokens)
     check_prompts(prompts, decoding.new_tokens, target)
     sizes_of(decoding.sequences, len(prompts))

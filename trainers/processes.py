@@ -24,7 +24,7 @@ from headstart.inference.decoding.placement import is_main, multiplies_bf16, pro
 from headstart.trainers.arm import Arm
 
 PATIENCE = 60.0  # seconds within which the other processes must fail as well
-LONGEST = 1800.0  # the least timeout of collective operations, in seconds: trainers/watch.py does not watch while targets load
+LONGEST = 1800.0  # the least timeout of collective operations, in seconds: long enough for loading a target, when no watch runs
 
 
 def open_accelerator(precision: str, device: torch.device, timeout: float = 0.0) -> Accelerator:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK = 1 << 20  # numbers in a block of the result: what a CPU's cache holds
+BLOCK = 1 << 20  # elements in a block of the result: what a CPU's cache holds
 
 
 @functools.cache
@@ -48,7 +48,7 @@ def fill(out_RV: Tensor, x_RW: Tensor, weight_VW: Tensor) -> None:
 
 
 def add(out_RV: Tensor, x_RW: Tensor, weight_VW: Tensor, block: int = BLOCK) -> None:
-    """Add ``times`` to ``out_RV``, which may have a wider dtype, ``block`` numbers at a time."""
+    """Add ``times`` to ``out_RV``, which may have a wider dtype, ``block`` elements at a time."""
     if out_RV.dtype == x_RW.dtype and not by_onednn(x_RW):
         out_RV.addmm_(x_RW, weight_VW.T)
         return
@@ -58,7 +58,7 @@ def add(out_RV: Tensor, x_RW: Tensor, weight_VW: Tensor, block: int = BLOCK) -> 
 
 
 class Known(torch.autograd.Function):
-    """A value whose gradients are known already. ``backward`` scales them in place and hands them over, without a second copy of a head."""
+    """A value whose gradients are known already. ``backward`` scales them in place and returns them, so that no gradient is copied."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, grads: list[Tensor | None], *inputs: Tensor) -> Tensor:

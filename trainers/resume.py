@@ -19,7 +19,7 @@ FREE = (
     "save_every", "keep", "background", "eval_every", "resume", "precision", "skips", "spike", "timeout", "profile",
     "gradient_checkpointing", "epochs", "decode_every", "patience", "log_every",
 )  # fmt: skip
-# What runs of earlier versions did before there was a setting for it.
+# The values of settings that runs of earlier versions did not have yet.
 EARLIER = {
     "trainer.momentum": 0.95, "trainer.ns_steps": 5, "trainer.floor": FLOOR, "head.norm_before_fc": False,
     "head.norm_before_residual": False, "loss.detach": False,
@@ -39,8 +39,8 @@ class Batch(NamedTuple):
         return self.rows * self.accumulate * self.processes
 
     def goes_on_from(self, begun: Batch) -> bool:
-        """Whether a run that began with ``begun`` can go on: with as many rows in a step, or with the same settings in another number of
-        processes (``shared_out`` then divides the rows anew).
+        """Whether a run that began with ``begun`` can go on: if a step has as many rows as before, or if only the number of processes
+        differs (``shared_out`` then divides the rows anew).
         """
         return self.size == begun.size or self[:2] == begun[:2]
 
@@ -67,7 +67,7 @@ def batch_of(
     asked = Batch(trainer["batch_size"], trainer["accumulate"], processes)
     begun = began_with(runs, asked) if trainer["resume"] else asked
     now = shared_out(asked, begun, losses, streamed)
-    if not asked.goes_on_from(begun):  # only the rows and accumulation as asked, so that the comparison of settings refuses those
+    if not asked.goes_on_from(begun):  # keep what was asked, so that the comparison of settings refuses it
         begun = asked._replace(processes=begun.processes)
     return now, begun
 
@@ -117,7 +117,7 @@ def shared_out(now: Batch, begun: Batch, losses: Iterable[dict[str, Any]], strea
 
 
 def read_together(loss: dict[str, Any]) -> str:
-    """Why a run with this loss keeps its number of rows that are read together; "" if that may change."""
+    """Why a run with this loss must keep the number of rows in a micro-batch; "" if that may change."""
     if loss["on_policy"]:
         return "loss.on_policy takes as many of the drafter's own rows as a batch has"
     return "loss.weighting=dpace is of the rows that are read together" if loss["weighting"] == "dpace" else ""

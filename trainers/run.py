@@ -236,11 +236,11 @@ def _raise_failures(job: Job) -> None:
 
 
 def _other_prompts(job: Job) -> list[list[int]]:
-    """Held-out prompts like those of the report, but others, as what is measured on them helps to decode those; the same where there are
-    no others.
+    """Held-out prompts other than the report's: the acceptance measured on them helps to decode the report's prompts. If there are no
+    others, the report's own.
     """
     more: list[list[int]] = []
-    with suppress(UserError, OSError):  # a further prompt of a file may be too long, and the training must not end for that
+    with suppress(UserError, OSError):  # a further prompt may be too long, which must not end the run
         more = job.source.prompts(len(job.prompts) + prior.PROMPTS, job.decoding.new_tokens)
     return [prompt for prompt in more if prompt not in job.prompts] or job.prompts
 
@@ -251,7 +251,7 @@ def _contender(job: Job, arm: Arm, there: Exported, target: Target, drafter: Dra
     with suppress(OSError):  # the acceptance can be measured again
         prior.write(there.speculator, drafter.acceptance)
     extra: dict[str, Any] = {"train_seconds": round(fitted.seconds, 3), "train_tokens": fitted.tokens, "train_steps": fitted.steps}
-    if there.step != fitted.steps:  # trainer.keep=best; every step reads as many tokens
+    if there.step != fitted.steps:  # trainer.keep=best; all steps read equally many tokens
         extra |= {"exported_step": there.step, "exported_tokens": fitted.tokens * there.step // fitted.steps}
     if arm.stopped:
         extra["stopped_early"] = arm.patience.state()

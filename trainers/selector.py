@@ -1,8 +1,8 @@
 """The loss of a selector (``Unembedding.candidates``): KL to the target's distribution among the candidates of a guess.
 
-Where the target's likeliest token is no candidate it takes the place of the weakest one, so that every guess has a right answer; matches
-and acceptance are those of the real candidates. The token before is the true one, as in every other loss. (Published is cross-entropy to
-the likeliest token alone, which is accepted less at temperature 0 and above: EXPERIMENTS.md, 2026-11-26.)
+If the target's most likely token is not a candidate, it replaces the weakest one in the loss, so that every guess has a right answer.
+Matches and acceptance count the real candidates. As in every other loss, the drafter is fed true tokens. (The published loss is
+cross-entropy to the most likely token alone. Drafters trained with it are accepted less at all temperatures: EXPERIMENTS.md, 2026-11-26.)
 
 Shape suffixes: R guesses, C candidates, D = C + 1, V vocabulary, X columns of the correction, M positions of the target.
 """
@@ -22,21 +22,21 @@ from headstart.inference.decoding.sampling import wide
 class Selection:
     """The candidates of R guesses, and the loss of their order."""
 
-    ids_RD: Tensor  # the candidates, the likeliest first, then the target's own token
+    ids_RD: Tensor  # the candidates, the most likely first, then the target's most likely token
     scores_RD: Tensor  # their corrected logits
-    grad_RD: Tensor  # of the unweighted loss by these
+    grad_RD: Tensor  # gradient of the unweighted loss with respect to the scores
     loss_R: Tensor
 
     @classmethod
     def of(cls, logits_RV: Tensor, part_RX: Tensor, matrix_VX: Tensor, candidates: int, said_MV: Tensor, place_R: Tensor) -> Selection:
-        """``logits_RV``: the backbone's own, over the target's vocabulary. ``part_RX`` times the matrix corrects them. ``said_MV``: the
-        target's logits; ``place_R``: each guess's place among them.
+        """``logits_RV``: logits of the uncorrected guesses, over the target's vocabulary. ``part_RX`` times the matrix is their correction.
+        ``said_MV``: the target's logits; ``place_R``: the position that judges each guess, an index into M.
         """
         best_R1 = said_MV.argmax(-1)[place_R, None]
         ids_RD = torch.cat([logits_RV.topk(candidates).indices, best_R1], 1)
         scores_RD = wide(selected(logits_RV, part_RX, matrix_VX, ids_RD))
         found_R1 = (ids_RD[:, :-1] == best_R1).any(1, keepdim=True)
-        # trained: the candidates and not the further column, or that column and not the weakest candidate
+        # the loss leaves out the last column if it is among the candidates, else the weakest candidate
         left_out_RD = torch.arange(candidates + 1, device=ids_RD.device) == torch.where(found_R1, candidates, candidates - 1)
         said_RD = wide(said_MV[place_R[:, None], ids_RD])
         log_q_RD, log_p_RD = (x.masked_fill(left_out_RD, -torch.inf).log_softmax(1) for x in (scores_RD, said_RD))
@@ -45,9 +45,9 @@ class Selection:
         return cls(ids_RD, scores_RD, log_q_RD.exp() - p_RD, loss_R)
 
     def figures(self, said_MV: Tensor, place_R: Tensor, data_R: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each guess as it is served, [R] each: whether its likeliest candidate is the target's token, the acceptance probability at
-        temperature 1, and the probability of the token in the data, ``data_R``. ``said_MV``: the target's logits; ``place_R``: each guess's
-        place among them. ``rows``: of these, how many to add up at a time.
+        """Figures of each guess as it is served, [R] each: whether its most likely candidate is the target's token, the acceptance
+        probability at temperature 1, and the probability of the token in the data, ``data_R``. ``said_MV`` and ``place_R``: as in ``of``.
+        ``rows``: how many rows of ``said_MV`` are summed at a time.
         """
         ids_RC, q_RC = self.ids_RD[:, :-1], self.scores_RD[:, :-1].softmax(1)
         normalizer_M = torch.cat([wide(strip).logsumexp(-1) for strip in said_MV.split(rows)])
@@ -61,7 +61,7 @@ class Selection:
         """
         grad_RD = self.grad_RD * weight_R[:, None]
         grad_RV.scatter_add_(1, self.ids_RD, grad_RD.to(grad_RV.dtype))
-        if grad_VX is not None:  # as torch adds up the gradient of an embedding: in the same order each time, on a GPU too
+        if grad_VX is not None:  # summed as the gradient of an embedding is: in the same order each time, on a GPU too
             rows_RDX = grad_RD[..., None] * part_RX[:, None].to(grad_RD.dtype)
             grad_VX += torch.ops.aten.embedding_dense_backward(rows_RDX, self.ids_RD, len(grad_VX), -1, False)
         return (grad_RD.to(matrix_VX.dtype)[:, None] @ matrix_VX[self.ids_RD])[:, 0]

@@ -40,8 +40,8 @@ class Sharded(Parallel):
         shards = dict(learner.named_parameters())
         self.order = [[shards[name] for name in each] for each in names]
         rank, world = accelerator.process_index, accelerator.num_processes
-        self.owner: dict[int, list[int]] = {}  # number of a Muon optimiser -> owner of each parameter
-        # number of a Muon optimiser -> number of a parameter that this process owns -> the whole parameter, filled during a step
+        self.owner: dict[int, list[int]] = {}  # number of a Muon optimizer -> owner of each parameter
+        # number of a Muon optimizer -> number of a parameter that this process owns -> the whole parameter, filled during a step
         self.own: dict[int, dict[int, nn.Parameter]] = {}
         for o, (optimizer, order) in enumerate(zip(self.optimizers, self.order, strict=True)):
             updated: dict[int, Any] = dict(enumerate(order))

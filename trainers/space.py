@@ -38,7 +38,7 @@ def places_of(out: str, out_fallback: str | None) -> list[Path]:
 
 
 def own_spare(places: Sequence[Path]) -> None:
-    """Write into the counterpart in ``out_fallback`` whose it is. A disk that refuses it now may take more later."""
+    """Write into the counterpart in ``out_fallback`` which run folder it belongs to. An error is ignored: the disk may have space later."""
     for spare in places[1:]:
         with suppress(OSError):
             spare.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ class Room:
 
 
 def free_space(places: Sequence[Path]) -> int:
-    """The free bytes of that disk of these folders which has most."""
+    """The free bytes on the one of these folders' disks that has most."""
     free = [0]
     for place in places:
         try:

@@ -20,7 +20,7 @@ from headstart.trainers import checkpoint
 
 
 def check_start(start: str | None, head: Settings, runs: Iterable[Path]) -> None:
-    """Raises UserError for a ``trainer.start`` that this run writes itself, or with LoRA. ``runs``: the run folders of all arms."""
+    """Raises UserError if ``trainer.start`` is a folder that this run writes, or is used with LoRA. ``runs``: the arms' run folders."""
     if start is None:
         return
     if any(Path(start).resolve() == (run / "speculator").resolve() for run in runs):

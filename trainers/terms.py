@@ -1,4 +1,4 @@
-"""The parts of a loss, by name: divergences, the terms beside them, and the weightings of guesses.
+"""The parts of a loss, by name: divergences, further terms, and weightings of guesses.
 
 Shape suffixes: K depths, B batch, T positions, R draft rows.
 """
@@ -20,14 +20,15 @@ from headstart.trainers.divergences import Divergence, find, names
 
 Constants = Mapping[str, Mapping[str, float]] | None  # term or weighting -> constant -> value, where it is not the default
 Weighting = Callable[[Tensor, Tensor, Tensor], Tensor]  # (alpha_KBT, true_KBT: see LossOut; supervised_KBT) -> [K, B, T]
-# Terms that are not divergences of two distributions (trainers/beside.py, selector.py); base: the divergences once more, of the guesses
+# Terms that are not divergences of two distributions (trainers/beside.py, selector.py). base: the divergences once more, for the guesses
 # without their correction (trainers/learner.py).
 BESIDE = ("feature", "confidence", "selector", "base")
 
 
 def chain(alpha_KBT: Tensor, true_KBT: Tensor, supervised_KBT: Tensor) -> Tensor:
-    """Weights [K, B, T] that make the gradient of ``tv`` that of 1 - sum_k prod_(i<=k) alpha_i / K, the expected share of a chain that
-    sampling rejects (end-to-end total variation, 2606.12370), times K. Depth i has the weight sum_(k>=i) prod_(j<=k, j!=i) alpha_j.
+    """Weights [K, B, T] for end-to-end total variation (2606.12370). With them, the gradient of ``tv`` is K times the gradient of
+    1 - sum_k prod_(i<=k) alpha_i / K, the expected share of a chain that sampling rejects. Depth i has the weight
+    sum_(k>=i) prod_(j<=k, j!=i) alpha_j.
     """
     alpha_KBT = alpha_KBT.where(supervised_KBT, 1.0)
     weights = []
@@ -40,8 +41,8 @@ def chain(alpha_KBT: Tensor, true_KBT: Tensor, supervised_KBT: Tensor) -> Tensor
 
 def dpace(alpha_KBT: Tensor, true_KBT: Tensor, supervised_KBT: Tensor, a: float = 0.5) -> Tensor:
     """D-PACE (2605.18810): w_j = sum_(k>=j) prod_(i<=k) ((1 - a) q_i + a), where q_i is the drafter's probability of the true token.
-    The weights [K, B, T] are normalised to a mean of 1 over the supervised pairs of one micro-batch of one process. So with this weighting
-    alone the gradient depends on trainer.accumulate and on the number of processes. Raises UserError unless 0 <= a <= 1.
+    The weights [K, B, T] are normalized to a mean of 1 over the supervised pairs of one micro-batch of one process. So with this weighting,
+    and no other, the gradient depends on trainer.accumulate and on the number of processes. Raises UserError unless 0 <= a <= 1.
     """
     if not 0 <= a <= 1:
         raise UserError(f"loss.constants.dpace.a must be from 0 to 1, found {a!r}")
@@ -115,9 +116,9 @@ def check_loss(terms: Collection[str], weighting: str, constants: Constants) -> 
 
 
 def kernel_of(kernel: str, terms: Collection[str], device: torch.device, dtypes: Collection[torch.dtype]) -> str:
-    """By what the loss is computed: torch, triton (trainers/kernel.py) or native (trainers/native_kernel.py). With ``loss.kernel=auto`` the
-    kernel for this device, if it knows all terms and the ``dtypes`` of the logits and can be had. Raises UserError where the native one is
-    asked for and does not know the dtypes.
+    """What computes the loss: torch, triton (trainers/kernel.py) or native (trainers/native_kernel.py). With ``loss.kernel=auto`` it is the
+    kernel for this device if that is available and knows all terms (native: also the ``dtypes`` of the logits), else torch. Raises
+    UserError if the native kernel is asked for and does not know the dtypes.
     """
     known = all(dtype in native.DTYPES for dtype in dtypes)
     if kernel == "native" and not known:
@@ -134,13 +135,13 @@ def kernel_of(kernel: str, terms: Collection[str], device: torch.device, dtypes:
 
 
 def in_kernel(kernel: str, terms: Collection[str], device: torch.device) -> bool:
-    """Whether a kernel computes the loss, if it can be had: where it is asked for, and for ``loss.kernel=auto`` if it knows all terms."""
+    """Whether a kernel, if available, computes the loss: one is asked for, or ``loss.kernel`` is auto and the device's knows all terms."""
     return kernel not in ("auto", "torch") or (kernel == "auto" and device.type in ("cuda", "cpu") and not _not_in_kernel(terms))
 
 
 def check_kernel(kernel: str, terms: Collection[str], device: torch.device | None = None) -> None:
-    """Raises UserError if ``loss.kernel`` asks for one that cannot be used: an unknown term, no triton or no C++ compiler, or another
-    device. ``device``: the drafter's, once it is known.
+    """Raises UserError if ``loss.kernel`` asks for a kernel that cannot be used: it does not know a term, triton or a C++ compiler is
+    missing, or the drafter is on another device. ``device``: the drafter's; None: not known yet.
     """
     if kernel in ("torch", "auto"):
         return

@@ -48,7 +48,7 @@ class Tracker:
         **asked: Any,
     ) -> None:
         self.run, self.epoch, self.main = run, epoch, main
-        self.after: int | None = None  # lines of later steps are an earlier process's, and still there
+        self.after: int | None = None  # an earlier process's lines of later steps are still to be removed; None: they are gone
         opens = {each.name: import_module(f"{sinks.__name__}.{each.name}").open for each in pkgutil.iter_modules(sinks.__path__)}
         takes = {name: list(signature(made).parameters)[1:] for name, made in opens.items()}
         if unknown := sorted(asked.keys() - {*opens, *chain(*takes.values())}):
@@ -58,8 +58,8 @@ class Tracker:
         self.sinks: list[Sink] = [opens[name](watched, **{key: asked[key] for key in takes[name] if key in asked}) for name in wanted]
 
     def go_on_after(self, step: int) -> None:
-        """The run goes on after ``step`` (0: it begins). Lines of later steps, which it repeats, are removed before the first of its own:
-        a run that fails before that removes nothing.
+        """The run goes on after ``step`` (0: it begins). Lines of later steps, which it repeats, are removed just before its first own
+        line. So a run that fails earlier removes nothing.
         """
         self.after = step
         self._each(lambda sink: sink.go_on_after(step))

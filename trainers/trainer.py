@@ -1,11 +1,11 @@
 """The training loop, the same for every drafter: packed documents, the target's states, an unroll, a fused loss, a step, checkpoints.
 
-Several drafters (arms) train on the very same batches, which the target reads once. Each arm has its own optimiser, schedule,
+Several drafters (arms) train on the very same batches, which the target reads once. Each arm has its own optimizer, schedule,
 random numbers, checkpoints and curves, and learns exactly what it would learn alone. An arm that fails stops; the others go on.
 
 The loop runs on accelerate: one process on a CPU or GPU, or several (trainers/parallel.py). The loss is a sum over supervised
 (root, depth) pairs, divided once by their global weighted count. So accumulation, packing and the number of processes do not
-change the gradient. The exception is loss.weighting=dpace, which normalises each micro-batch by itself.
+change the gradient. The exception is loss.weighting=dpace, which normalizes each micro-batch by itself.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from headstart.trainers.trace import Trace
 from headstart.trainers.watch import Watch
 
 T = TypeVar("T")
-Observe = Callable[[TokenBatch, Collection[int]], TargetBatch]  # runs the target over a batch for these taps; captured ones pass unchanged
+Observe = Callable[[TokenBatch, Collection[int]], TargetBatch]  # runs the target over a batch for these taps, if it is not captured
 
 
 Evaluated = Callable[[Arm, Mapping[str, float]], None]  # called with an arm and its figures after an evaluation on held-out text
@@ -54,9 +54,9 @@ def fit(
     micro-batches from number ``start`` on. Arms that are behind (after a kill between two checkpoints, or added later) catch up first. A
     single arm's error is raised. Of several arms, each that fails is named and stopped; when the last one fails, UserError is raised.
     ``evaluated`` is called after every evaluation of an arm; a UserError that it raises ends that arm. ``decoded`` is called for every arm
-    every ``decode_every`` steps (with ``decode_last`` after the last one too), in the first process only. What an interrupt has cut off of
-    these is made up first. ``timeout``: seconds, see trainers/watch.py. ``trace`` is told of every step. Figures are computed and logged
-    for every ``log_every``-th step, the first and the last.
+    every ``decode_every`` steps (with ``decode_last`` after the last one too), in the first process only. A resumed run first makes up
+    the calls that an interrupt prevented. ``timeout``: seconds, see trainers/watch.py. ``trace`` is told of every step. Figures are
+    computed and logged for every ``log_every``-th step, the first and the last.
     """
     for arm in arms:
         arm.open(accelerator, resume)
@@ -93,7 +93,7 @@ def fit(
                 return True
     for arm in arms:
         arm.drafter.eval()
-        arm.tracker.cut()  # where no step was left
+        arm.tracker.cut()  # in case no step was left
     return False
 
 
@@ -167,7 +167,7 @@ class _Loop:
         return bool(self.accelerator.reduce(torch.tensor(float(interrupt.asked), device=self.accelerator.device), "sum"))
 
     def asked_after_step(self, active: Sequence[Arm], interrupt: Interrupt) -> bool:
-        """``asked`` at the end of a step, timed: it waits for the other processes, and for optimiser work still queued on the GPU."""
+        """``asked`` at the end of a step, timed: it waits for the other processes, and for optimizer work still queued on the GPU."""
         start = time.perf_counter()
         stop = self.asked(interrupt)
         if self.accelerator.num_processes > 1:

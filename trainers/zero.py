@@ -1,6 +1,6 @@
 """``parallel=deepspeed``: DeepSpeed's ZeRO-1 and 2. (``parallel=fsdp`` shards the weights too.)
 
-DeepSpeed's optimiser updates one flat partition of the parameters of each group. The moments of a single parameter are read and written
+DeepSpeed's optimizer updates one flat partition of the parameters of each group. The moments of a single parameter are read and written
 through the addresses that DeepSpeed attaches to it (``_hp_mapping``).
 """
 
@@ -23,7 +23,7 @@ from headstart.trainers.parallel import BUCKET, Moments, Parallel
 
 
 class Zero(Parallel):
-    """``deepspeed``. ``stage``: 1 shards the moments, 2 the gradients too. ``offload``: moments and optimiser step are on the CPU."""
+    """``deepspeed``. ``stage``: 1 shards the moments, 2 the gradients too. ``offload``: moments and optimizer step are on the CPU."""
 
     name = "deepspeed"
     cuts_gradients = True
@@ -118,7 +118,7 @@ class Zero(Parallel):
         return found if self.accelerator.is_main_process else {}
 
     def _flat(self, p: Tensor) -> Tensor:
-        """This process's flat partition of the parameter's group: the tensor under which the optimiser keeps its state."""
+        """This process's flat partition of the parameter's group: the tensor under which the optimizer keeps its state."""
         group = next(g for g, group in enumerate(self.engine.optimizer.bit16_groups) if any(p is q for q in group))
         flat: Tensor = self.engine.optimizer.single_partition_of_fp32_groups[group]
         return flat

@@ -17,7 +17,7 @@ from headstart.inference.reports.recorded import Recorded, replay
 from headstart.trainers.diagnosis.case import Case, Finding
 
 OFF = {True: 0.02, False: 0.1}  # tolerated relative difference in rounds: in exact dtypes (EXACT), in others
-ROUNDED = 0.02  # relative difference of a tensor's norm, more than rounding to half precision causes
+ROUNDED = 0.02  # norm of a tensor's difference relative to its norm: rounding to half precision stays below
 TOGETHER = 4  # sequences in a batch
 
 
@@ -57,8 +57,8 @@ def typed(case: Case) -> list[Finding]:
 
 @torch.no_grad()
 def cache(case: Case) -> list[Finding]:
-    """Whether decoding one prompt at a time takes another number of rounds than the drafter without a cache over the same texts, or
-    decoding in a batch another number than one at a time.
+    """Whether the number of rounds depends on the drafter's cache (decoding one prompt at a time, against the drafter without a cache over
+    the same texts), or on the batch (decoding several prompts at a time, against one at a time).
     """
     target, drafter, chain = case.target, case.drafter, case.chain
     prompts, limit = list(case.prompts), OFF[case.target.dtype in EXACT]

@@ -1,7 +1,7 @@
 """Checks whether the training text is like the prompts: how rows and prompts begin, where answers begin, and whether the target could
 have written the rows.
 
-Shape suffixes: B batch, T tokens, N those that count, D hidden, V vocabulary.
+Shape suffixes: B batch, T tokens, N supervised tokens, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BEHIND = 12  # the most tokens before an answer to compare
 ALIKE = 0.7  # the least share of tokens that must survive decoding and tokenizing again
 NATS, SIGMAS = 0.5, 5.0  # the least excess of cross-entropy over entropy per token, and in standard errors
 LOOKED = 64  # the most documents to tokenize again
-ROWS = 256  # positions whose logits are computed at a time: those of a whole row may not fit beside a training
+ROWS = 256  # positions whose logits are computed at a time: a training may leave no memory for those of a whole row
 
 
 class Document(NamedTuple):

@@ -126,7 +126,7 @@ def walked(drafter: Drafter, told: Told, depth: int, states: Callable[[Told, int
     return greedy_walk(drafter, recorded, depth)
 
 
-# ---- the other ways ----
+# ---- alternative connections ----
 
 
 def others(target: Target, drafter: Drafter) -> Iterator[Other]:

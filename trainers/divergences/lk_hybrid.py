@@ -10,7 +10,7 @@ from headstart.trainers.divergences.teacher import Teacher, overlap
 
 
 def lk_hybrid(log_q_RV: Tensor, teacher: Teacher, eta: float = 3.0) -> Tensor:
-    """l KL + (1 - l) TV, where l = exp(-eta alpha) of the same row is held constant (2602.23881)."""
+    """l KL + (1 - l) TV, [R], where l = exp(-eta alpha) of each row gets no gradient (2602.23881)."""
     alpha_R = overlap(log_q_RV, teacher)
     l_R = torch.exp(-eta * alpha_R.detach())
     return l_R * kl(log_q_RV, teacher) + (1 - l_R) * (1 - alpha_R)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass
 class Teacher:
-    """The target's distribution p at C positions over the drafter's vocabulary. Not renormalised: a trimmed p sums to less than 1."""
+    """The target's distribution p at C positions over the drafter's vocabulary. Not renormalized: a trimmed p sums to less than 1."""
 
     p_CV: Tensor
     log_p_CV: Tensor  # finite, so that 0 log 0 is 0
@@ -37,7 +37,7 @@ class Teacher:
 
 
 def row_of(ids_V: Tensor, size: int) -> Tensor:
-    """Of each of the target's ``size`` tokens its index into V, the drafter's vocabulary; -1 where the drafter lacks it."""
+    """For each of the target's ``size`` tokens its index into the drafter's vocabulary; -1 if the drafter lacks it. [size], int64."""
     row_W = torch.full((size,), -1, device=ids_V.device)
     row_W[ids_V] = torch.arange(len(ids_V), device=ids_V.device)
     return row_W

@@ -40,7 +40,7 @@ class Watched(NamedTuple):
 
     @property
     def together(self) -> str | None:
-        """The name of the group of this arm and those beside it; None for a single arm."""
+        """The name of the group that this arm and those trained side by side with it form; None for a single arm."""
         return self.run.parent.name if self.arm else None
 
     def kept(self, service: str, new: str) -> str:

@@ -73,8 +73,8 @@ class MlflowRun:
                 self.client.set_tag(run, f"input.{each.kind}", f"{each.name} {digest}")
 
     def go_on_after(self, step: int) -> None:
-        """MLflow cannot delete metrics. So those it already has of later steps are not sent again when the steps are repeated, unless they
-        come out differently: a run that was prolonged is another one behind this step, and its points come beside the earlier ones.
+        """MLflow cannot delete metrics. So when later steps are repeated, points that it already has are not sent again. If a repeated step
+        has other figures (the run was prolonged), they are sent, and MLflow shows them along with the earlier ones.
         """
         histories = (self.client.get_metric_history(self.id, name) for name in self.client.get_run(self.id).data.metrics)
         self.had = {(point.key, point.step, point.value) for history in histories for point in history if point.step > step}

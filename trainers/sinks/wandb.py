@@ -98,7 +98,7 @@ class WandbRun:
         import wandb
 
         made = wandb.Artifact(artifact_name(f"{given.kind}-{given.name}"), type=given.kind, metadata={"places": list(given.places)})
-        with made.new_file("about.json") as file:  # so another content is another version, wherever it lies
+        with made.new_file("about.json") as file:  # so that other content makes another version, wherever the files lie
             json.dump(given.about, file, indent=2, sort_keys=True, default=str)
         for i, place in enumerate(map(Path, given.places)):
             if place.exists():
