@@ -1,4 +1,4 @@
-"""A real browser without a window: Debian's Chromium, spoken to over its DevTools protocol. Nothing is installed for it beside it."""
+"""A real browser without a window: Debian's Chromium, controlled over its DevTools protocol. It needs no driver."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PHONE, DESK = (390, 844), (1280, 900)
 
 
 class Tab:
-    """A page under the eyes of a test. ``complaints``: errors and warnings of its console; ``asked``: addresses that it asked for."""
+    """A page that a test looks at. ``complaints``: errors and warnings of its console; ``asked``: addresses that it requested."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self.socket, self.number, self.session = socket, 0, ""
@@ -32,7 +32,7 @@ class Tab:
         self.events: list[str] = []
 
     async def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """A command of the protocol, and what happened meanwhile."""
+        """Send a command of the protocol and return its result. Events that arrive meanwhile are recorded."""
         self.number += 1
         about = {"sessionId": self.session} if self.session else {}
         await self.socket.send_json({"id": self.number, "method": method, "params": parameters, **about})
@@ -54,7 +54,7 @@ class Tab:
             self.asked.append(what["request"]["url"])
 
     async def open(self, path: Path, size: tuple[int, int] = DESK, *, dark: bool = False, paper: bool = False) -> None:
-        """A file, to its end."""
+        """Open a file and wait until it has loaded."""
         width, height = size
         await self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -65,19 +65,19 @@ class Tab:
             self._note(json.loads((await self.socket.receive(timeout=60)).data))
 
     async def run(self, script: str) -> Any:
-        """The value of a script, which may be a promise."""
+        """Run a script and return its value; a promise is awaited."""
         told = await self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in told, told["exceptionDetails"]
         return told["result"].get("value")
 
     async def press(self, key: str) -> None:
-        """A key, down and up."""
+        """Press and release a key."""
         code = {"Tab": 9, "ArrowRight": 39, "ArrowLeft": 37, "End": 35, "Home": 36, "Enter": 13}[key]
         for kind in ("rawKeyDown", "keyUp"):
             await self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
 
     async def screenshot(self, path: Path, *, whole: bool = True, clip: dict[str, float] | None = None) -> None:
-        """A PNG of the page, from its top to its end."""
+        """Write a PNG of the page: of all of it, of what is visible (``whole=False``), or of the part in ``clip``."""
         if whole and clip is None:
             box = (await self.call("Page.getLayoutMetrics"))["cssContentSize"]
             clip = {"x": 0, "y": 0, "width": box["width"], "height": min(box["height"], 16000)}
@@ -87,7 +87,7 @@ class Tab:
 
 
 def browse(look: Callable[[Tab], Awaitable[Any]]) -> Any:
-    """``look`` at pages with a browser that is started for it, and is gone afterwards."""
+    """Start a browser, call ``look`` with a tab of it, and end the browser. Returns what ``look`` returns."""
     assert CHROMIUM is not None, MISSING
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars",

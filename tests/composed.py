@@ -1,4 +1,4 @@
-"""What a door hands over: composed by Hydra once for each choice of groups, and then set key by key, as Hydra would."""
+"""The settings of a command line. To save time, Hydra composes each choice of groups once; other keys are then set as Hydra would."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def composed(*overrides: str, door: str = "config") -> Plain:
 
 
 def _is_choice(override: str) -> bool:
-    """Of a group; what adds or removes keys is left to Hydra too."""
+    """Whether Hydra must handle this override: it chooses a group, or adds or removes a key."""
     key = override.partition("=")[0]
     return not key[0].isalpha() or "@" in key or (CONF / key).is_dir()
 

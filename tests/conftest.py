@@ -1,4 +1,4 @@
-"""Every test on one thread and from the same seed, hypothesis' examples too, without transformers' chatter."""
+"""Runs every test on one thread and from the same seed (hypothesis' examples too), without transformers' log messages."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ except ModuleNotFoundError:  # a checkout that is not installed
 from headstart.heads import prepack
 from headstart.inference.decoding import auto
 
-if find_spec("hypothesis"):  # neither that nor hydra is needed by tests/test_gpu.py
+if find_spec("hypothesis"):  # tests/test_gpu.py also runs without hypothesis and hydra
     from hypothesis import settings
 
     settings.register_profile("repeatable", derandomize=True)
     settings.load_profile("repeatable")
 
 
-# What is printed is compared, as it is printed into a file.
+# Tests compare printed output as it looks in a file, so nothing may ask for colors or a width.
 for name in ("FORCE_COLOR", "NO_COLOR", "COLUMNS", "LINES", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
     os.environ.pop(name, None)
 if os.environ.get("TERM") in ("dumb", "unknown"):
@@ -47,32 +47,32 @@ def one_quiet_thread() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: looking through it for garbage took a second at the end of every training."""
+    """Exempt all that was imported from garbage collection, which took a second at the end of every training."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def tokenised_data_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Processes that tests start have it too."""
+    """The tests have their own cache of tokenized data. Processes that they start inherit it."""
     os.environ["HEADSTART_CACHE"] = str(tmp_path_factory.mktemp("tokenised"))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def every_matrix_is_prepacked() -> None:
-    """Those of the tests are small; what is prepacked has fewer uses than a dense matrix."""
+    """The small ones of tests too, so that tests notice if code does to a matrix what a prepacked one does not support."""
     prepack.LEAST = 1
 
 
 @pytest.fixture(scope="session", autouse=True)
 def rounds_are_timed_briefly() -> None:
-    """What ``decode=auto`` chooses by. No test asks for good figures, and those that ask how they come about give the times."""
+    """``decode=auto`` chooses by these times. No test needs them to be accurate; tests of the choice itself set the times."""
     auto.TURNS, auto.ROUNDS, auto.LONG = 1, 8, 0.02
 
 
 @pytest.fixture(scope="session", autouse=True)
 def yamls_are_read_and_merged_once() -> Iterator[None]:
-    """Hydra takes a tenth of a second for a command line, most of it for the same files again; what it is told it still works out."""
+    """Hydra takes a tenth of a second for a command line, mostly to read the same files again. Overrides are still applied each time."""
     if not find_spec("hydra"):
         yield
         return
@@ -90,7 +90,7 @@ def yamls_are_read_and_merged_once() -> Iterator[None]:
     def merged_once(self: Any, defaults: Any, repo: Any) -> Any:
         key = (*(source.path for source in repo.get_sources()), *((each.config_path, each.package) for each in defaults))
         if key not in known:
-            repo.cache = copy.deepcopy(repo.cache)  # what is merged is taken over, and changed
+            repo.cache = copy.deepcopy(repo.cache)  # merging changes the cached configs in place
             known[key] = merge(self, defaults, repo)
         return copy.deepcopy(known[key])
 
@@ -120,5 +120,5 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     s3fs.S3FileSystem.clear_instance_cache()
     s3fs.S3FileSystem().mkdir("bucket")
     yield "s3://bucket/captured"
-    s3fs.S3FileSystem().rm("bucket", recursive=True)  # servers of one process share it
+    s3fs.S3FileSystem().rm("bucket", recursive=True)  # all servers of a process share their buckets
     server.stop()

@@ -1,4 +1,4 @@
-"""Doors within this process: as `python train.py ...` and `python -m ...`, without another interpreter for each."""
+"""Runs command lines (`python train.py ...`, `python -m ...`) in this process, without starting an interpreter for each."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ DOORS: dict[str, Callable[[], None]] = {"train": train.start, "data": data.main,
 
 
 def call(door: str, arguments: Sequence[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> int | str | None:
-    """The exit code, in ``folder``."""
+    """Run a command line in ``folder`` and return its exit code."""
     if not {"-m", "--multirun"} & {*arguments}:
-        monkeypatch.setattr(Hydra, "get_mode", lambda *_, **__: None)  # it composes everything for this alone
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # the door sets it: undone afterwards
+        monkeypatch.setattr(Hydra, "get_mode", lambda *_, **__: None)  # it would compose the whole config only to find the mode
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # the command sets it; monkeypatch undoes that afterwards
     monkeypatch.chdir(folder)
     first, *command = door.split()
     monkeypatch.setattr(sys, "argv", [first, *command, *arguments])

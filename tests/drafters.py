@@ -1,4 +1,4 @@
-"""Every drafter, found by listing conf/head: what the shared tests run over."""
+"""Every drafter, found by listing conf/head, for the tests that run over all of them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from headstart.inference.decoding.target import Target
 CONF = Path(__file__).resolve().parent.parent / "conf" / "head"
 HEADS = sorted(p.stem for p in CONF.glob("*.yaml"))
 FEW = ("dflash", "eagle", "exit_head")  # a block at once, step by step, through the target's own layers
-FEW_HEADS = [pytest.param(head, marks=() if head in FEW else pytest.mark.slow) for head in HEADS]  # where the others add little
+FEW_HEADS = [pytest.param(head, marks=() if head in FEW else pytest.mark.slow) for head in HEADS]  # where the others would add little
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
-SERVED: dict[str, dict[str, Any]] = {  # small ones in formats of engines, with a mask that those know
+SERVED: dict[str, dict[str, Any]] = {  # small drafters that engines can load, with a mask token that they know
     "eagle1": {},
     "peagle": dict(layers=1, depth=3, mask_token=95),
     "dflare": dict(layers=1, block=4, mask_token=95),
@@ -33,21 +33,21 @@ SERVED: dict[str, dict[str, Any]] = {  # small ones in formats of engines, with 
     "medusa": dict(guesses=2),
     "mlp_speculator": dict(guesses=3),
 }
-LARGE = {"layers": 2, "block": 6, "depth": 5, "rank": 16, "mlp_hidden": 64}  # of what is larger, so much: five guesses, as from the others
+LARGE = {"layers": 2, "block": 6, "depth": 5, "rank": 16, "mlp_hidden": 64}  # larger settings are lowered to these: five guesses each
 
 
 def everywhere(architectures: Iterable[str], few: Collection[str] = FEW) -> list[Any]:
-    """(head, architecture): every drafter on the first, on the others a few; all others are slow."""
+    """(head, architecture) for all pairs. All but those on the first architecture and those of ``few`` are marked as slow."""
     first, *others = architectures
     rest = [pytest.param(head, other, marks=() if head in few else pytest.mark.slow) for other in others for head in HEADS]
     return [*((head, first) for head in HEADS), *rest]
 
 
 def arguments(name: str) -> dict[str, Any]:
-    """The settings of conf/head/NAME.yaml, made as small as the tiny targets, a model's own config among them too."""
-    from omegaconf import OmegaConf  # here: a machine with a GPU may have none
+    """The settings of conf/head/NAME.yaml, shrunk to the size of the tiny targets, including the config of a whole model."""
+    from omegaconf import OmegaConf  # imported here, because a machine with a GPU may lack it
 
-    settings: Any = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"), resolve=True)  # what a target may set is null
+    settings: Any = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"), resolve=True)  # null: the target sets it
     settings.pop("defaults", None)  # choices of other groups, not of the drafter
     assert settings.pop("name") == name
     for key, value in settings.items():
@@ -63,7 +63,7 @@ def fresh(name: str, shape: TargetShape, **changes: Any) -> Drafter:
 
 
 def make(name: str, target: Target, noise: float = 0.1, **changes: Any) -> Drafter:
-    """An untrained drafter of this target, in no way special: noise on every weight (a fresh residual block is the identity)."""
+    """An untrained drafter of this target with noise on every weight. (Without noise a residual block would be the identity.)"""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     torch.manual_seed(zlib.crc32(name.encode()))
     drafter = fresh(name, target.shape, **changes)
@@ -84,7 +84,7 @@ def judged(drafter: Drafter, depth: int, hidden_BNH: Tensor) -> Tensor:
 
 
 def depth_of(drafter: Drafter, depth: int = 5) -> int:
-    """``depth``, or as deep as it can."""
+    """``depth``, or the drafter's greatest depth if that is less."""
     return min(depth, drafter.max_depth or depth)
 
 
@@ -93,7 +93,7 @@ def random_tokens(count: int, seed: int, vocab_size: int = 96) -> list[int]:
 
 
 def roots_of(target: Target, drafter: Drafter, tokens_BT: Tensor, positions_BT: Tensor | None = None) -> Roots:
-    """Every position as a root, as the target reads them; the last of a row has no chosen token (0)."""
+    """Every position as a root, with the states that the target has there. The last root of a row has no chosen token (0)."""
     if positions_BT is None:
         positions_BT = torch.arange(tokens_BT.shape[1]).expand_as(tokens_BT)
     states, _ = target.read(tokens_BT, positions_BT, drafter.taps)
@@ -102,14 +102,14 @@ def roots_of(target: Target, drafter: Drafter, tokens_BT: Tensor, positions_BT: 
 
 @torch.no_grad()
 def guesses(drafter: Drafter, target: Target) -> list[Tensor]:
-    """What it says after a few tokens, as the target's logits, of every depth."""
+    """The drafter's logits after a few tokens, over the target's vocabulary: [1, 12, V] for each depth."""
     size = target.shape.vocab_size
     out = unroll(drafter, roots_of(target, drafter, torch.tensor([random_tokens(12, 1)])), None, depth_of(drafter))
     return [drafter.unembedding(d).to_target(drafter.unembedding(d).logits(x.hidden_BNH), size) for d, x in enumerate(out, start=1)]
 
 
 def learn_by_heart(drafter: Drafter, target: Target, texts: list[list[int]], depth: int, steps: int) -> Drafter:
-    """Train on these texts until many guesses are right: then acceptance really happens. All texts have one length."""
+    """Train on these texts until many guesses are right, so that tests see accepted guesses. All texts have the same length."""
     roots, ends = roots_of(target, drafter, torch.tensor(texts)), target.ends
     tokens_BT = roots.read_BT
     optimizer = torch.optim.AdamW(drafter.train().parameters(), lr=5e-3, weight_decay=0.0)

@@ -1,6 +1,6 @@
 """A stand-in for vLLM with its hidden-state extraction, in a thread of this process: it answers and writes as vLLM 0.32 does.
 
-What it says is computed by transformers alone. ``spoil`` makes of the n-th answer what a test wants.
+Its answers are computed by transformers alone. ``spoil`` turns the n-th answer into what a test needs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Written = tuple[int, dict[str, Any], dict[str, torch.Tensor] | bytes | None]  # 
 
 @contextlib.contextmanager
 def serving(app: web.Application) -> Iterator[str]:
-    """The application in a thread of its own; its address."""
+    """Serve the application in a thread of its own. Yields its address."""
     loop, runner = asyncio.new_event_loop(), web.AppRunner(app, handler_cancellation=True)
 
     async def begin() -> str:
@@ -43,7 +43,7 @@ def serving(app: web.Application) -> Iterator[str]:
 
 
 class FakeEngine:
-    """``layers``: those that its files hold; ``count`` texts it was asked for."""
+    """``layers``: those whose states its files hold. ``count``: requests so far."""
 
     def __init__(self, model: Path, folder: Path, layers: Sequence[int], dtype: torch.dtype = torch.float32) -> None:
         from transformers import AutoModelForCausalLM

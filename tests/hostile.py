@@ -1,5 +1,5 @@
-"""Command lines that no door may take: each ends in one line that begins with "error:" and names what is wrong, exit code 2, before a
-target is loaded, and with nothing written.
+"""Command lines that must be refused: with one line that begins with "error:" and names what is wrong, and with exit code 2, before a
+target is loaded or anything is written.
 
 ``python -m pytest -m '' tests/test_hostile.py`` runs all of them within one process; a benchmark may run them as a user does.
 """
@@ -28,7 +28,7 @@ class Hostile(NamedTuple):
 
 
 GIVEN = {"inference": "speculator=EAGLE prompts=FILE ", "inference tune": "speculator=EAGLE prompts=FILE ",
-         "inference evaluate": "speculator=EAGLE path=FILE "}  # fmt: skip  # what these need
+         "inference evaluate": "speculator=EAGLE path=FILE "}  # fmt: skip  # settings that these doors require
 
 
 def _read(door: str, lines: list[str]) -> list[Hostile]:
@@ -42,8 +42,8 @@ def _read(door: str, lines: list[str]) -> list[Hostile]:
 
 
 def _all() -> list[Hostile]:
-    """tests/hostile.txt: a section for each door, arguments and, behind two spaces, a word of the error. What stands under all is tried
-    with one door, and a few of it with each of the others.
+    """Read tests/hostile.txt. It has a section for each door. A line has arguments and, after two spaces, a word of the error. The lines of
+    the section "all" are tried with train, and some of them with each other door.
     """
     parts = re.split(r"^\[([a-z ]+)\]$", (ROOT / "tests" / "hostile.txt").read_text(), flags=re.MULTILINE)[1:]
     doors = {door: lines.strip().splitlines() for door, lines in zip(parts[::2], parts[1::2], strict=True)}

@@ -1,5 +1,5 @@
-"""Triton's kernels on a CPU: interpreted, where triton is installed and TRITON_INTERPRET=1. Where this process does not say so, a file of
-tests is run again in one of its own.
+"""Tests of Triton's kernels on a CPU. They need triton and TRITON_INTERPRET=1, which must be set when triton is imported. If this process
+lacks it, ``in_its_own`` runs a file of tests in a process that has it.
 """
 
 from __future__ import annotations

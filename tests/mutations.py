@@ -1,6 +1,6 @@
-"""What can happen to an exported folder: one file of it, changed in one way. Always the same ones, in the same order.
+"""Ways to damage an exported folder: each changes one file in one way. They are always the same, in the same order.
 
-``outcomes`` tries them: a folder is refused in one line, or what it says is the same to the last bit, or something is wrong.
+``outcomes`` tries them. A changed folder must be refused in one line, or behave the same to the last bit.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class Mutation(NamedTuple):
 
 
 def mutations(folder: Path) -> Iterator[Mutation]:
-    """Every one of them, of a folder that is whole."""
+    """All mutations of an intact folder."""
     yield from of_bytes((folder / WEIGHTS).read_bytes())
     yield from of_tensors(load((folder / WEIGHTS).read_bytes()))
     yield from of_config(folder)
 
 
 def of_bytes(whole: bytes, flips: int = 24) -> Iterator[Mutation]:
-    """The weights' file, of which nobody knows what it is."""
+    """The weights' file, changed as plain bytes."""
     header = 8 + int.from_bytes(whole[:8], "little")
     for where, start, stop in (("header", 0, header), ("data", header, len(whole))):
         for i, place in enumerate(range(start, stop, max(1, (stop - start) // flips))):
@@ -84,7 +84,7 @@ def of_bytes(whole: bytes, flips: int = 24) -> Iterator[Mutation]:
 
 
 def of_tensors(tensors: dict[str, Tensor]) -> Iterator[Mutation]:
-    """The weights' file, written again with other tensors."""
+    """The weights' file, rewritten with other tensors."""
 
     def changed(name: str, **changes: Tensor | None) -> Mutation:
         found = {key: value for key, value in (tensors | changes).items() if value is not None}
@@ -117,7 +117,7 @@ def of_tensors(tensors: dict[str, Tensor]) -> Iterator[Mutation]:
 
 
 def of_config(folder: Path) -> Iterator[Mutation]:
-    """config.json: every key of the engines' half and of our own block, other keys, and what is no config."""
+    """config.json: every key (the engines' and those of our own block) changed, keys added, and files that are not a config."""
     whole = (folder / CONFIG).read_bytes()
     config = json.loads(whole)
 
@@ -131,7 +131,7 @@ def of_config(folder: Path) -> Iterator[Mutation]:
         for part in above:
             place = place[part]
         old = place.pop(key)
-        if path != ("headstart",):  # without our block it is anybody's folder
+        if path != ("headstart",):  # without our block it would be a folder of another program
             yield written(f"{'.'.join(map(str, path))} removed", changed)
         for value in others(old):
             if value == old and type(value) is type(old):
@@ -150,14 +150,14 @@ def of_config(folder: Path) -> Iterator[Mutation]:
 
 
 def paths(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Of every dictionary's keys, however deep."""
+    """The paths of all keys, in nested dictionaries too."""
     for key in value if isinstance(value, dict) else ():
         yield (*above, key)
         yield from paths(value[key], (*above, key))
 
 
 def others(value: Any) -> list[Any]:
-    """Values in the place of this one: near it, far from it, of another kind."""
+    """Values to put in place of this one: similar, far off, or of another type."""
     if isinstance(value, bool):
         return [not value, "false", None]
     if isinstance(value, int | float):
@@ -177,7 +177,7 @@ Loaded = TypeVar("Loaded")
 def outcomes(
     folder: Path, found: Iterator[Mutation], open_folder: Callable[[Path], Loaded], same: Callable[[Loaded], bool], scratch: Path
 ) -> Iterator[tuple[Mutation, str, str]]:
-    """(mutation, what came of it, what was said), one after the other in a copy of the folder at ``scratch``, which is made anew."""
+    """Try each mutation in a fresh copy of the folder at ``scratch``. Yields (mutation, outcome, message)."""
     shutil.rmtree(scratch, ignore_errors=True)
     shutil.copytree(folder, scratch)
     for mutation in found:

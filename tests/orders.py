@@ -1,4 +1,4 @@
-"""What measuring the orders of a matrix could find: the tests of prepacked models try every outcome, on whatever processor they run."""
+"""Fakes which storage order of a matrix is measured as the fastest, so that tests of prepacked models cover all orders on any processor."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 from headstart.heads import orders
 
-ORDERS = ("dense", "onednn", "both", "panels")  # the fastest; both: from 4 rows on onednn
+ORDERS = ("dense", "onednn", "both", "panels")  # the fastest one; both: dense below 4 rows, onednn from 4 rows on
 
 
 def faster(monkeypatch: pytest.MonkeyPatch, order: str) -> None:
-    """From now on, measuring finds ``order`` to be the fastest (where a matrix cannot be stored so: oneDNN's)."""
+    """From now on, measuring finds ``order`` to be the fastest, or oneDNN's for a matrix that cannot be stored in ``order``."""
 
     def seconds(other: str, rows: int) -> float:
         if order == "both":

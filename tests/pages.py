@@ -1,4 +1,4 @@
-"""A page as a parser sees it, and reports that are made to be hard to show."""
+"""An HTML page as a parser sees it, and reports with content that is hard to show."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ HOSTILE = (
 
 
 class Element:
-    """Of a page: its name, attributes and all text within."""
+    """An element of a page: its name, attributes and all text inside."""
 
     def __init__(self, name: str, attributes: dict[str, str], parent: Element | None) -> None:
         self.name, self.attributes, self.parent, self.text = name, attributes, parent, ""
         self.children: list[Element] = []
 
     def all(self, name: str = "", **wanted: str) -> list[Element]:
-        """Those within it, in their order."""
+        """The elements inside with this name and these attributes, in document order."""
         found = []
         for child in self.children:
             fits = not name or child.name == name
@@ -70,7 +70,7 @@ class Page(HTMLParser):
 
 
 def a_shown_report(prompts: int = 3, tokens: int = 24, words: Any = HOSTILE, **changes: Any) -> Report:
-    """With texts of rounds of every kind: all accepted, some, none, nothing guessed; trees and chains."""
+    """A report with texts that have rounds of every kind: all guesses accepted, some, none, nothing guessed; trees and chains."""
     spelling = {i: words[i % len(words)] for i in range(40)}
     texts = []
     for prompt in range(prompts):
@@ -78,14 +78,14 @@ def a_shown_report(prompts: int = 3, tokens: int = 24, words: Any = HOSTILE, **c
             said, rounds = [prompt % 40], list[Round]()
             while len(said) < tokens:
                 kind, start = len(rounds) % 4, len(said)
-                if kind == 0:  # a chain of three, of which two
+                if kind == 0:  # a chain of three guesses, two of them accepted
                     added = [(start + k) % 40 for k in range(3)]
                     rounds.append(Round(added, [added[0], added[1], 39], [-1, 0, 1], [0, 1], [0.9, 0.5, 0.004]))
-                elif kind == 1:  # a tree, of which nothing
+                elif kind == 1:  # a tree, no guess accepted
                     rounds.append(Round([start % 40], [7, 8, 9], [-1, -1, 0], [], [0.3, 0.4, None]))
                 elif kind == 2:
                     rounds.append(Round([start % 40], [], [], []))
-                else:  # everything, and probabilities that nobody knows
+                else:  # every guess accepted, probabilities unknown
                     added = [(start + k) % 40 for k in range(2)]
                     rounds.append(Round(added, added[:1], [-1], [0]))
                 said += rounds[-1].tokens

@@ -1,5 +1,5 @@
 """A GPU that is not there: ``python -m tests.pretended_gpu tests/test_gpu.py`` runs tests for GPUs on tensors that call their device
-"gpu", lie in the memory of the CPU, and refuse what a GPU refuses: an operation over tensors of both.
+"gpu", lie in the memory of the CPU, and refuse what a GPU refuses: operations that mix tensors of both.
 
 Code that asks for "cuda" is read as if it asked for "gpu". What it does not show: kernels of CUDA (flash attention, Triton), graphs (a
 stand-in replays them), and a model that transformers puts on a GPU while it loads (its rotary frequencies are not set there).
@@ -26,7 +26,7 @@ INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, a
 
 
 def tree_map(change: Callable[[Any], Any], x: Any) -> Any:
-    """As torch's own, which takes most of the time of all this."""
+    """Like torch's own ``tree_map``, which would take most of the time here."""
     if isinstance(x, (tuple, list)):
         each = [tree_map(change, y) for y in x]
         return each if isinstance(x, list) else tuple(each)
@@ -40,7 +40,7 @@ def tensors_in(x: Any) -> list[Tensor]:
 
 
 class OnGpu(torch.Tensor):
-    """``here``: its numbers."""
+    """A tensor of the pretended GPU. ``here``: its values, on the CPU."""
 
     here: Tensor
 
@@ -66,14 +66,14 @@ class OnGpu(torch.Tensor):
 
 
 def compute(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Raises RuntimeError where tensors of two devices meet; numbers, and indices of what is on a GPU, may lie on the CPU."""
+    """Run an operation. Raises RuntimeError if it mixes devices; scalars, and indices into a tensor of the GPU, may be on the CPU."""
     tensors = tensors_in((args, kwargs))
     where = next((x.device for x in tensors if isinstance(x, OnGpu)), torch.device("cpu"))
     if where.type == "gpu" and op not in OVER_BOTH:
         free = [x for x in args[1] if x is not None and x.device.type == "cpu"] if op in INDEXED and isinstance(args[0], OnGpu) else []
         if any(x.device != where and x.dim() > 0 and not any(x is y for y in free) for x in tensors):
             raise RuntimeError(f"{op} over tensors of two devices: {[(tuple(x.shape), str(x.device)) for x in tensors]}")
-    if op is aten.histc.default:  # of integers on a GPU alone
+    if op is aten.histc.default:  # only a GPU takes integers
         args = (args[0].float(), *args[1:])
     found = op(*tree_map(_here, args), **tree_map(_here, kwargs))
     if not op._schema.returns:
@@ -93,7 +93,7 @@ def _here(x: Any) -> Any:
 
 
 class Nothing:
-    """A stream or an event: all is done at once."""
+    """A stream or an event. All work is done at once, so there is nothing to wait for."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
     def wait_stream(self, other: Any) -> None: ...
@@ -104,7 +104,7 @@ class Nothing:
 
 
 class Gpu(backend_registration._DummyBackendModule):
-    """What stands in the place of ``torch.cuda``: two of them."""
+    """Replaces ``torch.cuda``, with two devices."""
 
     __name__ = "torch.gpu"
     Stream = Event = current_stream = Nothing
@@ -128,7 +128,7 @@ class Renamed(importlib.machinery.SourceFileLoader):
 
 
 class Finder:
-    """Our modules as they are found by the others, read by ``Renamed``."""
+    """Finds our modules by the other finders, and lets ``Renamed`` read them."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if not name.startswith("headstart."):
@@ -141,7 +141,7 @@ class Finder:
 
 
 def pretend() -> None:
-    """For the whole process, once."""
+    """Pretend from now on, in the whole process. Call it once."""
     backend_registration._setup_privateuseone_for_python_backend("gpu", Gpu())
     keep.append(torch.library.Library("_", "IMPL"))
     keep[0].fallback(lambda op, *args, **kwargs: compute(op, args, kwargs), "PrivateUse1")
@@ -153,8 +153,8 @@ def pretend() -> None:
 
 keep: list[Any] = []
 
-# What autocast on a GPU computes in half precision; what sums, and says so in fp32; what takes the widest dtype it is given. Anything else
-# that it knows it computes in fp32.
+# Operations under a GPU's autocast: those computed in half precision, sums with a result in fp32, those computed in their widest input
+# dtype. All other operations that autocast knows are computed in fp32.
 HALF = (
     "linear matmul mm bmm mv addmm addmv addbmm baddbmm addr einsum chain_matmul linalg_multi_dot prelu scaled_dot_product_attention conv1d"
 )
@@ -163,7 +163,7 @@ WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put t
 
 
 def _autocast() -> None:
-    """As that of CUDA, whose list a build of torch without CUDA has, too."""
+    """Autocast as on CUDA. Builds of torch without CUDA have CUDA's list of operations, too."""
     keep.extend((torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")))
     keep[1].fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     for full in torch._C._dispatch_get_all_op_names():
@@ -192,7 +192,7 @@ def _cast_for(op: Any, name: str) -> Callable[..., Any]:
 
 
 def _copied_later() -> None:
-    """What makes a tensor of Python's numbers on a device makes it below the dispatcher: here it is made on the CPU, and copied."""
+    """torch makes tensors of Python numbers below the dispatcher, which does not see the device: make them on the CPU and copy them."""
     tensor, as_tensor, to_list = torch.tensor, torch.as_tensor, torch.Tensor.tolist
     get, put = torch.Tensor.__getitem__, torch.Tensor.__setitem__
 

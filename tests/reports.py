@@ -1,4 +1,4 @@
-"""Reports and rows of comparisons that nobody measured, for what shows them."""
+"""Invented reports and rows of comparisons, for the tests of the code that shows them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def a_report(head: str = "eagle", **changes: Any) -> dict[str, Any]:
 
 
 def some_batches(sizes: tuple[int, ...], *gains: tuple[float, ...]) -> list[dict[str, Any]]:
-    """``gains``: the speed-ups with so many at once, at temperature 0, then at 1."""
+    """``gains``: the speed-ups for these ``sizes``, at temperature 0, then at 1."""
     return [
         {"sequences": size, "temperature": temperature, "accepted_length": 2.0, "tokens_per_second": 100 * gain,
          "plain_tokens_per_second": 100.0, "speedup": gain}
@@ -42,7 +42,7 @@ def a_row(name: str, at: int, depth: int = 6, **changes: Any) -> dict[str, Any]:
 
 
 def an_evaluation() -> dict[str, Any]:
-    """Of six categories, four sides, two temperatures and two numbers of sequences."""
+    """An evaluation with five categories, three sides (two with several sequences), two temperatures and two numbers of sequences."""
     rows = [
         {"name": name, "temperature": temperature, "sequences": sequences, "category": category, "prompts": 80, "answers": 160,
          **figures(3.2 - i, 1.6 - 0.4 * i), "repetition": 0.31 - 0.3 * temperature,

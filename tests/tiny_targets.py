@@ -1,4 +1,4 @@
-"""Tiny random targets of several architectures, built in memory: what the shared tests decode with."""
+"""Tiny random targets of several architectures, built in memory, which the shared tests decode with."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
     "gpt_oss": dict(sliding_window=16, num_local_experts=4, num_experts_per_tok=2),
 }
-# more families, for the tests of test_other_targets.py: what they read, and every drafter on them
+# more architectures, for test_other_targets.py
 OTHERS: dict[str, dict[str, Any]] = {
     "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, mlp_only_layers=[0]),
     "deepseek_v3": dict(  # keys and values of different sizes
@@ -44,7 +44,7 @@ def tiny_target(architecture: str = "llama", seed: int = 0, **changes: Any) -> T
     for p in model.parameters():
         if p.ndim > 1:
             torch.nn.init.normal_(p, std=1.0 if p is embed else 0.25)
-    if head is embed:  # what a token is said by must not be what it is read by, or the target repeats its last token for ever
+    if head is embed:  # untie output head and embedding, else the target would repeat its last token forever
         model.config.tie_word_embeddings = False
         model.lm_head.weight = torch.nn.Parameter(torch.randn_like(head) * 0.25)
     model.config.eos_token_id = model.generation_config.eos_token_id = None  # random text would stop at once

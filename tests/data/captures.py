@@ -1,4 +1,4 @@
-"""A target whose states are easily told, and rows for it: what the tests of captured states share."""
+"""A target with recognizable states, and rows for it, shared by the tests of captured states."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAYERS, HIDDEN, TAPS = 3, 6, (0, 2, 3)
 
 
 class FakeTarget:
-    """States that tell the token, its position and the layer. Counts its passes."""
+    """Its states encode the token, its position and the layer. It counts its passes."""
 
     def __init__(self, name: str = "fake", scale: float = 1.0) -> None:
         self.shape: Any = SimpleNamespace(layers=LAYERS, hidden_size=HIDDEN)
@@ -31,7 +31,7 @@ class FakeTarget:
         self.fingerprint = {**self.card, "weights": f"{scale}"}
 
     def begin(self, tokens_BT: Any, positions_BT: Any) -> None:
-        """As a target does that reads here."""
+        """Nothing to begin: this target reads when ``read`` is called."""
 
     def read(self, tokens_BT: Any, positions_BT: Any, taps: Any) -> Any:
         self.passes += 1

@@ -1,4 +1,4 @@
-"""A small target, conversations with it, and the door that makes it answer: for the tests of regeneration and of endpoints."""
+"""A small target, conversations with it, and the command that makes it answer: for the tests of regeneration and of endpoints."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def door(folder: Path, questions: Path, tmp_path: Path) -> Callable[..., Path]:
-    """``door(*overrides)``: as `python -m data regenerate` with them; the file it wrote."""
+    """``door(*overrides)`` does what `python -m data regenerate` does with these overrides, and returns the file that it wrote."""
 
     def run(*more: str) -> Path:
         chosen = more if {"data=stdlib", "data=text"} & {*more} else ("data=chat", *path_of(more))

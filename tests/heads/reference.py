@@ -1,6 +1,6 @@
 """What serving engines compute from an exported folder, written from the formats' descriptions.
 
-Imports nothing of heads/ and opens the files alone. Shapes: [T, D] rows by hidden size; einsum letters: q rows, k rows
+Imports nothing from heads/ and reads only the exported files. Shapes: [T, D] rows by hidden size; einsum letters: q rows, k rows
 seen, h heads, d head size.
 """
 
@@ -27,7 +27,7 @@ class Reference:
         self.h, self.g, self.d, self.eps = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"], c["rms_norm_eps"]
         rope = c["rope_parameters"]
         self.frequency = rope["rope_theta"] ** (-torch.arange(0, self.d, 2).float() / self.d)
-        if rope["rope_type"] == "llama3":  # long waves are slowed down, those between blend
+        if rope["rope_type"] == "llama3":  # long wavelengths are slowed down, medium ones are blended
             wave = 2 * torch.pi / self.frequency
             blend = (rope["original_max_position_embeddings"] / wave - rope["low_freq_factor"]) / (
                 rope["high_freq_factor"] - rope["low_freq_factor"]
@@ -60,7 +60,7 @@ class Reference:
         return x + self.linear(gated, name + "mlp.down_proj")
 
     def eagle3(self, tokens: Tensor, x: Tensor, positions: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits over the target's vocabulary, and what is fed back."""
+        """Logits over the target's vocabulary, and the state that is fed back."""
         e, n = self.norm(self.embed[tokens], "layers.0.input_layernorm"), self.norm(x, "layers.0.hidden_norm")
         x = self.layer(0, torch.cat([e, n], -1), n if self.config["norm_before_residual"] else x, positions, sees)
         for i in range(1, self.config["num_hidden_layers"]):

@@ -21,7 +21,7 @@ from tests.composed import composed as composed_by_hydra
 from tests.tiny_targets import tiny_target
 
 ROOT = Path(__file__).resolve().parents[2]
-# without the address the workers look for the machine by its name, which not every machine resolves
+# without the address, workers look up the machine's own name, which does not resolve everywhere
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
 TEMPLATE = (
     "{% for m in messages %}{{ '<' + m['role'] + '>' }}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + '<end>' }}"
@@ -97,7 +97,7 @@ def overrides(target_folder: Path, conversations: Path, tmp_path: Path) -> list[
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
-    """Of the newest checkpoint of a run."""
+    """The weights in the newest checkpoint of a run."""
     return load_file(checkpoint.folders(out)[-1] / "drafter.safetensors")
 
 
@@ -106,8 +106,9 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def check_trained_alike(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], lr: float, steps: int) -> None:
-    """By AdamW on the same gradients, summed in another order: within a hundredth of a step. It divides a gradient by its size, so of a few
-    that are nearly zero the rounding becomes a part of a step; of other gradients nearly all numbers would be far apart.
+    """Check that two trainings with AdamW had the same gradients, up to the order of summation. Nearly all weights must agree within a
+    hundredth of a step. AdamW divides a gradient by its size, so where it is nearly zero, its rounding error may become a part of a step.
+    With other gradients, nearly all weights would be far apart.
     """
     assert found.keys() == wanted.keys()
     for key in wanted:
@@ -118,7 +119,7 @@ def check_trained_alike(found: dict[str, torch.Tensor], wanted: dict[str, torch.
 
 @pytest.fixture(scope="session")
 def composed() -> Composed:
-    """``composed(*overrides, door="config")``: what a door hands over, plain dictionaries."""
+    """``composed(*overrides, door="config")``: the settings of a command line, as plain dictionaries."""
 
     def plain(*overrides: str, door: str = "config") -> dict[str, Any]:
         config = composed_by_hydra(*overrides, door=door)
@@ -131,7 +132,7 @@ def composed() -> Composed:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, of 8 MB: where it is full, it is."""
+    """A file system of 8 MB, which a test can really fill."""
     place = tmp_path / "disk"
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place)]
@@ -143,7 +144,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def comparisons_time_a_round_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not for seconds, until a noisy machine has had a quiet moment."""
+    """Outside of tests they repeat for seconds, to catch a quiet moment of a noisy machine."""
     monkeypatch.setitem(timing.TIMED, "cpu", (1, 0.0, 1))
 
 

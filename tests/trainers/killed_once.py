@@ -1,4 +1,4 @@
-"""Run by torchrun: ``train.py``, of which the second process kills itself once, after the fifth step. $KILLED is there from then on."""
+"""Run by torchrun: ``train.py``, whose second process kills itself once, after the fifth step. The file $KILLED records that it did."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can happen to the newest checkpoint of a run on disk. Each is refused in one line, or changes nothing of what is trained then.
+"""Ways to damage the newest checkpoint of a run on disk. Each must be refused in one line, or have no effect on the resumed training.
 
 ``MUTATIONS`` maps a name to a function of the newest checkpoint's folder and an earlier one's; a benchmark may import it.
 """
@@ -19,7 +19,7 @@ from headstart.heads.files import sealed, sha256
 Mutation = Callable[[Path, Path], None]
 TENSORS = ("drafter.safetensors", "optimizer.safetensors", "rng.safetensors")
 FILES = (*TENSORS, "state.json")
-HARMLESS = ("state.json: other spaces", "state.json: the last byte lost", "a file beside them")  # what was written is what is read
+HARMLESS = ("state.json: other spaces", "state.json: the last byte lost", "a file beside them")  # what is read is unchanged
 
 
 def _bytes(name: str, change: Callable[[bytes], bytes]) -> Mutation:
@@ -88,7 +88,7 @@ def _emptied(newest: Path, _: Path) -> None:
 
 
 def reseal(folder: Path, **changes: Any) -> None:
-    """With the checksums of what is there now: what is behind them is tried."""
+    """Write the checksums of the files as they are now, so that tests reach the checks that follow the checksums."""
     state = json.loads((folder / "state.json").read_text()) | changes
     state["files"] = {path.name: sha256(path) for path in folder.glob("*.safetensors")}
     (folder / "state.json").write_text(json.dumps(sealed(state)))

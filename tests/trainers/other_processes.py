@@ -1,4 +1,4 @@
-"""Run by torchrun, or called: a part of a run, up to a step, in as many processes as there are. What each has read is left in a folder."""
+"""Run by torchrun, or called: trains a run up to a step, in any number of processes. Each writes the rows that it reads into a folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headstart.trainers.run import fit, prepare
 
 
 def part(settings: dict[str, Any], until: int, read: Path) -> None:
-    """Up to the step ``until``. ``read``/STEP-MICRO-RANK.json: the rows of each micro-batch."""
+    """Train up to the step ``until``. ``read``/STEP-MICRO-RANK.json gets the rows of each micro-batch."""
     start, step = Arm.start, Arm.step
 
     def noted(self: Arm, micro: Any, steps: int) -> Step:

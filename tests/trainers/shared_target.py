@@ -1,4 +1,4 @@
-"""Run by torchrun, four processes: a drafter learns beside a target whose layers they share; the last checkpoint is left.
+"""Run by torchrun, four processes: drafters learn from a target whose layers the processes share. Their last checkpoints stay.
 
 ``python -m torch.distributed.run --standalone --nproc-per-node 4 -m tests.trainers.shared_target FOLDER TARGET DEVICE...``
 """

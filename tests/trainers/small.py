@@ -1,4 +1,4 @@
-"""The loop on a tiny random target and a repetitive data set, without files: what the shared trainer tests run."""
+"""The training loop on a tiny random target and a repetitive data set, without files. The shared trainer tests run it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LOSS: dict[str, Any] = dict(depth=3, terms={"kl": 1.0}, decay=0.8, chunk=1024)
 
 
 def repetitive(seed: int = 0, documents: int = 40) -> Packed:
-    """Documents that go round one of four cycles of tokens."""
+    """Documents that each repeat one of four cycles of tokens."""
     rng, found = np.random.default_rng(seed), []
     cycles = np.random.default_rng(99).integers(3, 96, (4, 7))
     for _ in range(documents):
@@ -42,7 +42,7 @@ def repetitive(seed: int = 0, documents: int = 40) -> Packed:
 
 
 def quiet(name: str, target: Target) -> Drafter:
-    """A drafter without noise of its own in training: what it learns is a function of the data."""
+    """A drafter that adds no noise in training, so that what it learns is a function of the data."""
     drafter = make(name, target)
     if hasattr(drafter, "noise"):
         drafter.noise = 0.0
@@ -105,6 +105,6 @@ def open_arm(
 
 
 def group_threads() -> list[str]:
-    """Of this process, those that work for a group of processes over gloo (where the system tells): none once it was left."""
+    """This process's threads that serve a gloo process group, if the system lists them. There are none after the group is left."""
     names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     return [name for name in names if "gloo" in name]

@@ -1,4 +1,4 @@
-"""Run by torchrun, two processes: every way to be parallel, some drafters; each leaves its losses, gradient norms and last checkpoint.
+"""Run by torchrun, two processes: trains some drafters with each given ``parallel``. Losses, gradient norms and last checkpoints stay.
 
 ``python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.trainers.spread FOLDER WAY...``
 """
@@ -37,7 +37,7 @@ def settings(optimizer: str) -> dict[str, Any]:
 
 
 def run(out: Path, head: str, rows: int, target: Target, **changes: Any) -> dict[str, list[float]]:
-    """Five steps; the loss and the gradient's norm of each."""
+    """Train for five steps. Returns the loss and the gradient norm of each."""
     said: dict[str, list[float]] = {"loss": [], "gradient_norm": []}
     step = Arm.step
 
@@ -53,7 +53,7 @@ def run(out: Path, head: str, rows: int, target: Target, **changes: Any) -> dict
 
 
 def two_arms(out: Path, accelerator: Accelerator, target: Target, parallel: dict[str, Any]) -> list[Arm]:
-    """Side by side, as if each were alone."""
+    """Train two arms side by side, each as if it were alone."""
     from headstart.data.live import look
 
     packed, loop = repetitive(), LOOP | settings("adamw")
@@ -68,7 +68,7 @@ def two_arms(out: Path, accelerator: Accelerator, target: Target, parallel: dict
 
 def main(out: Path, ways: list[str]) -> None:
     torch.set_num_threads(1)
-    Pieces.LEAST = 64  # or nothing that small would be cut
+    Pieces.LEAST = 64  # else nothing in these small drafters would be cut
     accelerator, target, arms = open_accelerator("fp32", torch.device("cpu")), tiny_target(), list[Arm]()
     rank = accelerator.process_index
     for way in ways:
@@ -78,7 +78,7 @@ def main(out: Path, ways: list[str]) -> None:
             more: dict[str, Any] = dict(accelerator=accelerator, arms=arms, parallel=parallel)
             said = run(out / name / f"{head}-{optimizer}", head, 2, target, **settings(optimizer), **more)
             (out / name / f"{head}-{optimizer}-{rank}.json").write_text(json.dumps(said))
-            # gone on from what one process has left, in the middle
+            # resumed in the middle, from a checkpoint of a single process
             run(out / f"resumed-{name}" / f"{head}-{optimizer}", head, 2, target, **settings(optimizer), **more)
             arms[-1].close()
             if rank == 0:
@@ -87,11 +87,11 @@ def main(out: Path, ways: list[str]) -> None:
         if parallel["name"] != "deepspeed":
             arms += two_arms(out / name / "two", accelerator, target, parallel)
     _unsynchronised_is_refused(out, accelerator, target)
-    leave(accelerator, arms)  # what is left then ends by itself, or the caller sees its exit status
+    leave(accelerator, arms)  # then every process must end by itself; the caller checks the exit status
 
 
 def _unsynchronised_is_refused(out: Path, accelerator: Accelerator, target: Target) -> None:
-    """As accelerate does where its settings disagree: it wraps nothing, and every process trains for itself."""
+    """If accelerate's settings disagree, it wraps nothing and every process trains by itself. This must be an error."""
     for way, wrapper in (
         ("ddp", (Parallel, "_wrap", lambda self: self.learner)),
         ("fsdp", (sharded, "fully_shard", lambda *_, **__: None)),

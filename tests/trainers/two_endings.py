@@ -1,6 +1,7 @@
-"""Run twice by test_processes.py, as two processes of a run: it ends in every way that there is, each in forks of what is imported once.
+"""Run twice by test_processes.py, as the two processes of a run that ends in each of WAYS. Each way runs in forks, so that modules are
+imported only once.
 
-What each left (exit code, seconds, what it said) is written beside its checkpoints.
+The exit codes, and what each fork printed, are written into the folder of the checkpoints.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ WAYS = {  # what happens at the fourth batch: (in the first process, in the seco
 
 
 def two_arms(each: Callable[[int], None], target: Target, out: Path, accelerator: Accelerator) -> list[Arm]:
-    """Of which the first begins every step with ``each``."""
+    """Train two arms. The first calls ``each`` at the beginning of every step."""
     loop = LOOP | {"steps": 8, "optimizer": "adamw"}
     arms = [open_arm(name, quiet("medusa", target), out / name, loop, main=accelerator.is_main_process) for name in ("run", "other")]
     start = arms[0].start
@@ -67,14 +68,14 @@ def two_arms(each: Callable[[int], None], target: Target, out: Path, accelerator
 
 
 def one(way: str, rank: int, out: Path, target: Target) -> None:
-    """As a door does it."""
+    """One run in one fork, with the errors and exit codes of the command line."""
 
     def each(i: int) -> None:
         if i == 3:
             WAYS[way][rank]()
 
     arms: list[Arm] = []
-    processes.PATIENCE = 60.0 if way == "both refuse an arm" else 2.0  # a slow disk may keep one of them long
+    processes.PATIENCE = 60.0 if way == "both refuse an arm" else 2.0  # a slow disk may delay one of them
     try:
         with together():
             accelerator = open_accelerator("fp32", torch.device("cpu"))
@@ -97,7 +98,7 @@ def one(way: str, rank: int, out: Path, target: Target) -> None:
 def main(rank: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
     left, target = {}, tiny_target()
-    train(quiet("medusa", target), target, folder / f"alone-{rank}", steps=1)  # imports what is imported late
+    train(quiet("medusa", target), target, folder / f"alone-{rank}", steps=1)  # imports, before the forks, what is imported late
     for number, way in enumerate(WAYS):
         out = folder / str(number)
         out.mkdir(exist_ok=True)

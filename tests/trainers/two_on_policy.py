@@ -1,4 +1,4 @@
-"""Run by torchrun from test_on_policy.py: an arm with rows of its own, at once and in two halves; the ends are left in a folder."""
+"""Run by torchrun from test_on_policy.py: an on-policy arm, trained at once and in two halves. The results are left in a folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def main(name: str, out: Path) -> None:
     for part in ("at_once", "again"):
         arm = arm_of(name, target, out / part, REJECTED)
         trained([arm], target, accelerator, keep=9)
-        if part == "again":  # the last checkpoint is lost: on from step 3, between two collections
+        if part == "again":  # lose the last checkpoint, and go on from step 3, between two collections
             accelerator.wait_for_everyone()
             if accelerator.is_main_process:
                 checkpoint.remove(checkpoint.folders(out / part)[-1])

@@ -1,4 +1,4 @@
-"""Run by torchrun: two processes that find other numbers when they evaluate. The step at which each ended is left in a folder."""
+"""Run by torchrun: two processes whose evaluations find different numbers. The step at which each ended is left in a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run by torchrun: every drafter, or (``lora``) one and its target; three steps in each process. The weights are left in a folder."""
+"""Run by torchrun: trains every drafter, or with ``lora`` one and its target, for three steps. The weights are left in a folder."""
 
 from __future__ import annotations
 

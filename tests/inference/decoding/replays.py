@@ -1,4 +1,4 @@
-"""Device graphs without a device: what is recorded runs again at every replay, into the tensors of the first time."""
+"""Stand-ins for device graphs on a CPU: a recorded function runs again at every replay and writes into the tensors of its first run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.inference.decoding.waiting import waits
 
 
 def tensors(x: Any) -> Iterator[Tensor]:
-    """Of a named tuple, or of a tree, which then works out anew what follows from them, as a graph does."""
+    """The tensors of a named tuple or of a tree. The tree drops what it has computed from them, as a replay changes them."""
     if isinstance(x, Tree):
         x._rows_BRR = None
     for value in x if isinstance(x, tuple) else vars(x).values():
@@ -25,7 +25,7 @@ def tensors(x: Any) -> Iterator[Tensor]:
 
 
 class Replays(capture.Graphs):
-    """``recorded`` counts the functions of all engines; what waits for the device is refused, as a GPU would."""
+    """``recorded`` counts the functions of all engines. A function that would wait for the device is refused, as on a GPU."""
 
     recorded = 0
 
@@ -61,7 +61,7 @@ class Replays(capture.Graphs):
 
 @contextmanager
 def replaying() -> Iterator[type[Replays]]:
-    """Engines that are told to (``graphs=True``) capture on the CPU."""
+    """Inside, engines with ``graphs=True`` record on the CPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rounds, "Graphs", Replays)
         patch.setattr(Replays, "recorded", 0)

@@ -1,4 +1,4 @@
-"""Run by test_placement.py, once per process: a target whose layers two processes share says what a whole one says."""
+"""Run by test_placement.py, once per process: a target whose layers two processes share generates what a whole one generates."""
 
 from __future__ import annotations
 

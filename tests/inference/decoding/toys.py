@@ -1,6 +1,6 @@
-"""A toy drafter and target over a tiny vocabulary, and a Chance that walks all outcomes instead of drawing one.
+"""A toy drafter and target over a tiny vocabulary, and a ``CounterRNG`` that goes through all outcomes instead of drawing one.
 
-A prefix of tokens has an index as in a heap: the empty one 0, and prefix + (x,) is ``index * V + x + 1``. Drafter and
+Prefixes of tokens are numbered as in a heap: the empty prefix has index 0, and prefix + (x,) has ``index * V + x + 1``. Drafter and
 target are tables by that index, in fp64.
 """
 
@@ -44,8 +44,8 @@ def heap_size(vocab_size: int, depth: int) -> int:
 
 
 class ToyDrafter(Drafter):
-    """Its hidden state is its logits, its state the index of the prefix. It checks what it sees and is told. One table, or
-    one for each sequence of a batch.
+    """Its hidden vector is its logits, its state is the index of the prefix. It checks which rows it sees and what it is given. It has
+    one table of logits, or one for each sequence of a batch.
     """
 
     def __init__(self, logits: Tensor, vocab_size: int, ids_V: Tensor | None = None) -> None:
@@ -102,7 +102,7 @@ def drafting(drafter: ToyDrafter) -> Drafting:
 
 
 def grower(drafter: ToyDrafter) -> Callable[[TreePolicy, Sequence[SamplingParams], CounterRNG, bool], Tree]:
-    """``grow`` for a batch (a sampling each), any number of times, after ROOTS roots."""
+    """``grow`` after ROOTS roots, for a batch with one sampling per sequence. It can be called any number of times."""
     B, memory = len(drafter.logits_BPV), Memory()
     draft = drafter.begin(roots(B), memory, CausalSees(ROOTS, ROOTS), ask=torch.full((B, 1), ROOTS - 1))
 
@@ -116,7 +116,7 @@ def grower(drafter: ToyDrafter) -> Callable[[TreePolicy, Sequence[SamplingParams
 
 
 def side_by_side(trees: Sequence[Tree]) -> Tree:
-    """Trees of one sequence each as one batch, with places without a node behind the smaller ones."""
+    """Trees of one sequence each as one batch. Smaller ones end in places without a node."""
     N, vocab = max(map(len, trees)), max([0, *(t.q_BRV.shape[-1] for t in trees if t.q_BRV is not None)])
 
     def stack(rows: list[Tensor], places: int, nothing: int) -> Tensor:
@@ -156,7 +156,7 @@ def row_index(tree: Tree, vocab_size: int) -> list[int]:
 def transformers_law(logits_XV: Tensor, sampling: SamplingParams, seen: Sequence[Sequence[int]]) -> Tensor:
     """The distribution of each row after the tokens that it has ``seen``, by transformers' processors in generate's order."""
     longest = max(map(len, seen), default=0)
-    ids_XT = torch.tensor([[*tokens, *tokens[:1] * (longest - len(tokens))] for tokens in seen])  # one twice counts once
+    ids_XT = torch.tensor([[*tokens, *tokens[:1] * (longest - len(tokens))] for tokens in seen])  # repeated tokens count once
     steps: list[Any] = []
     if sampling.repetition_penalty != 1:
         steps.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
@@ -174,8 +174,8 @@ def transformers_law(logits_XV: Tensor, sampling: SamplingParams, seen: Sequence
 
 
 class Script(CounterRNG):
-    """Takes prescribed outcomes, the first possible one where the script ends; keeps the probability of all of it. One
-    sequence. What is certain is no outcome; no slot may be used twice.
+    """Takes the outcomes that ``script`` prescribes, and the first possible one after its end. ``weight``: the probability of all of them.
+    For one sequence. A certain result is not an outcome. No slot may be used twice.
     """
 
     def __init__(self, script: list[int]) -> None:

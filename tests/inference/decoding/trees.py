@@ -1,4 +1,4 @@
-"""What every tree must be, whoever made it.
+"""Checks what must hold for every tree, whichever proposer made it.
 
 Shape suffixes as in inference/decoding/tree.py; X drawn nodes of all sequences.
 """

@@ -1,8 +1,8 @@
-"""Run by test_placement.py in a process of its own: targets and drafters on two devices say what they say on one."""
+"""Run by test_placement.py in a process of its own: targets and drafters on two devices generate what they generate on one."""
 
 from __future__ import annotations
 
-# ruff: noqa: E402  (the second device is there before anything of ours is)
+# ruff: noqa: E402  (the second device must exist before our modules are imported)
 import os
 import sys
 
@@ -59,7 +59,7 @@ def check(architecture: str, heads: list[str], samplings: list[SamplingParams]) 
             batch = generate_batch(halves, drafter, PROMPTS, new_tokens=NEW, policy=tree, sampling=sampling)
             drafter.attach(halves.ends)
             assert rounds(halves, Drafting(drafter)) == expected
-            drafter.to(DEVICE)  # a drafter that lives elsewhere
+            drafter.to(DEVICE)  # the drafter is on another device than the target
             assert rounds(whole, Elsewhere(drafter, whole)) == expected
             if sampling.temperature == 0:
                 assert [g.tokens for g in batch] == said

@@ -1,4 +1,4 @@
-"""What would wait for a device, seen on a CPU."""
+"""Finds, on a CPU, the operations that would wait for a device."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Kernels(TorchDispatchMode):
 
 @contextmanager
 def waits() -> Iterator[list[str]]:
-    """Names of what would wait for a device."""
+    """Inside, collects the names of operations that would wait for a device."""
     found: list[str] = []
     with Calls(found), Kernels(found):
         yield found

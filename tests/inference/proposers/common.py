@@ -1,4 +1,4 @@
-"""What the tests of the proposers share: a lookup that knows the answer, draft models that nearly are the target, a watched cache."""
+"""What the tests of the proposers share: a lookup that knows the answer, draft models that are nearly the target, a watched cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FULL = ("llama", "qwen3", "mixtral")  # architectures of draft models: full atte
 
 
 class Knowing(Ngram):
-    """Has read other texts before the prompt."""
+    """A lookup that has read other texts before the prompt."""
 
     def __init__(self, *texts: Sequence[int], **settings: Any) -> None:
         self.known = texts

@@ -1,8 +1,8 @@
-"""Run by test_pipelined.py in a process of its own: a chain drafted on a second device says what one says beside the target."""
+"""Run by test_pipelined.py in a process of its own: drafting chains on a second device leads to the same text as drafting on one."""
 
 from __future__ import annotations
 
-# ruff: noqa: E402  (the second device is there before anything of ours is)
+# ruff: noqa: E402  (the second device must exist before our modules are imported)
 import os
 import sys
 

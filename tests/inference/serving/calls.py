@@ -1,4 +1,4 @@
-"""``model.generate`` on tiny targets, with a drafter by either door and without: what the tests of transformers' conventions share."""
+"""``model.generate`` on tiny targets, without a drafter and with one by both entry points, for the tests of transformers' conventions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def plain(architecture: str = "llama") -> tuple[tuple[int, ...], ...]:
 
 @functools.cache
 def trained(head: str, architecture: str = "llama") -> Drafter:
-    """It guesses right often enough that accepted runs end in the middle."""
+    """A drafter that guesses right often enough that some chains are accepted in part."""
     target = target_of(architecture)
     texts = [[*p, *s][-NEW - 1 :] for p, s in zip(PROMPTS, plain(architecture), strict=True)]
     return learn_by_heart(make(head, target), target, texts, depth=3, steps=12)

@@ -1,4 +1,4 @@
-"""A served toy target, and how its clients ask: what the tests of the endpoint share."""
+"""A served toy target and its clients, for the tests of the endpoint."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def drafter() -> Drafter:
 
 
 class Server(TestServer):
-    """By the runner that serves."""
+    """A test server that uses the runner of the real server."""
 
     def __init__(self, app: web.Application, runner: web.AppRunner) -> None:
         super().__init__(app)
@@ -67,13 +67,13 @@ def greedy(prompt: int, new: int = NEW, **more: Any) -> dict[str, Any]:
 
 
 async def ask(it: TestClient, body: Any, path: str = COMPLETIONS) -> dict[str, Any]:
-    """The only choice of an answer, with usage."""
+    """Send a request and return the only choice of the answer, with its usage."""
     (choice,) = await ask_all(it, body, path)
     return choice
 
 
 async def ask_all(it: TestClient, body: Any, path: str = COMPLETIONS) -> list[dict[str, Any]]:
-    """Status 200, and the choices in order, each with the usage of all; the pieces of a stream put together."""
+    """Send a request, check that it succeeds, and return the choices in order, each with the usage of the answer. Streams are joined."""
     async with it.post(path, json=body) as response:
         assert response.status == 200, await response.text()
         if not body.get("stream"):

@@ -1,5 +1,5 @@
-"""Tokenizers of 96 tokens for the tiny random targets: ASCII, and the bytes of longer characters one token each. A target that
-speaks so, and a drafter of it.
+"""Tokenizers of 96 tokens for the tiny random targets: ASCII characters, and one token for each byte of longer ones. Also a target with
+such a tokenizer, and a drafter for it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def tokenizer(template: str | None = TEMPLATE, size: int = 96) -> PreTrainedToke
 
 
 def spaced() -> PreTrainedTokenizerFast:
-    """As SentencePiece: a space in front of every word, the first one dropped when decoded, unknown characters as bytes."""
+    """Like SentencePiece: a space in front of every word, the first one dropped when decoded, unknown characters as bytes."""
     known = [*SPECIAL, *(f"<0x{b:02X}>" for b in CHARACTERS.encode()), "▁", "▁a", "b", "▁cd", "▁▁", "\n", "e"]
     fast = Tokenizer(models.BPE({token: i for i, token in enumerate(dict.fromkeys(known))}, []))
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -65,6 +65,6 @@ def target() -> Target:
 
 @functools.cache
 def drafter(*prompts: tuple[int, ...]) -> Drafter:
-    """It has learned by heart what the target says to these."""
+    """A drafter that has learned by heart what the target generates after these prompts."""
     texts = [[*p, *generate(target(), None, p, new_tokens=NEW).tokens][: min(map(len, prompts)) + NEW] for p in prompts]
     return learn_by_heart(make("eagle", target()), target(), texts, depth=3, steps=15)
