@@ -31,7 +31,7 @@ from headstart.trainers.shapes import without_weights
 
 OVERHEAD = (0.05, 0.4)  # engine overhead of a round, in plain passes: with device graphs, and without
 BF16 = 2  # bytes of a served weight
-WORTH, ENOUGH = 1.1, 0.6  # the least speed-up that counts; the least acceptance of the first guess for which the field advises speculation
+WORTH, ENOUGH = 1.1, 0.6  # the least speed-up that counts; the least acceptance of the first guess with which practitioners speculate
 MOST = 12  # the most guesses to consider
 
 

@@ -136,7 +136,7 @@ class _Sums:
         self.kernel = None if by == "torch" else importlib.import_module(KERNELS[by])
         self.shape, self.selector, device = shape, selector, hidden[0].device
         self.dtype = _dtype_of(hidden[0])
-        # each root's row in ``hidden``, or -1 if it has none. Not used for depths with a row for every root; None if all depths are so
+        # each root's row in ``hidden``, or -1 if it has none. Not used for depths with a row for every root; None: all depths have that
         self.row_P: Tensor | None = None
         self.asked = shape[1] if ask_BA is None else ask_BA.shape[1]
         if ask_BA is not None:

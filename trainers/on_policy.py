@@ -125,7 +125,7 @@ class OnPolicy:
         T = micro[0].tokens_BT.shape[1]
         if prompts_made or self.kept is None:
             self.kept = _stacked(rows, T)
-        if not prompts_made and not had:  # in no process: all raise together
+        if not prompts_made and not had:  # in any process, so that all raise together
             raise UserError(f"loss.on_policy.new_tokens={self.new_tokens} leaves no room for a prompt in documents of rows of {T} tokens: "
                             "lower it, or take a larger trainer.length")  # fmt: skip
         figures = {"on_policy_rows": rows_made}

@@ -106,7 +106,7 @@ def plan(settings: Settings) -> Plan:
     tables = {id(x): x for x in (model.get_input_embeddings().weight, model.get_output_embeddings().weight)}  # tied ones count once
     ends = sum(x.numel() for x in tables.values())
     passing = rows * (6 * shape.hidden_size + 3 * _width(hf, shape)) * dtype.itemsize if live else 0  # one layer's activations
-    first = processes == 1 and trainer["accumulate"] == 1  # else gradients of earlier batches, or their buffers, exist already
+    first = processes == 1 and trainer["accumulate"] == 1  # else gradients of an earlier micro-batch, or buffers for them, exist already
     memory = {
         "target": dtype.itemsize * _held(target["device"], gpus, sum(weights.values()), ends, shape.layers if loaded else 0),
         **_spread(settings.get("parallel", DDP), processes, counts),
@@ -153,7 +153,7 @@ def _held(device: str, gpus: int, weights: int, ends: int, layers: int) -> float
         return ends
     if not is_shared(device):
         return weights / (gpus if device == "map" else 1)
-    # each process also has whole ends, and one whole layer if layers are gathered as they run
+    # each process also holds all of the ends, and one whole layer if layers are gathered as they run
     among = gpus if device == "tp" else tensor_size(device)
     return weights / gpus + ends + (max(weights - ends, 0) / layers / among if among < gpus else 0)
 

@@ -42,7 +42,7 @@ def fill(out_RV: Tensor, x_RW: Tensor, weight_VW: Tensor) -> None:
     if not by_onednn(x_RW):
         torch.mm(x_RW, weight_VW.T, out=out_RV)
         return
-    rows = max(1, BLOCK // len(x_RW))  # of the matrix per block: oneDNN allocates its own result, and blocks keep that small
+    rows = max(1, BLOCK // len(x_RW))  # rows of the matrix in a block: oneDNN allocates its own result, which blocks keep small
     for block_RV, block_VW in zip(out_RV.split(rows, dim=1), weight_VW.split(rows), strict=True):
         block_RV.copy_(times(x_RW, block_VW))
 

@@ -121,7 +121,7 @@ def _with_advice(job: Job, work: Callable[[], bool]) -> bool:
     divided = {key: trainer[key] for key in ("batch_size", "accumulate")}  # as for the present number of processes
     arms = {name: own | {"trainer": own["trainer"] | divided} for name, own in job.own.items()}
     settings = job.settings | {"loss": loss, "arms": arms, "nodes": 1, "gpus": job.accelerator.num_processes, "gpu": "h100"}
-    settings |= {"trainer": trainer | {"epochs": None}, "out": str(job.places[0])}  # trainer.steps has them
+    settings |= {"trainer": trainer | {"epochs": None}, "out": str(job.places[0])}  # trainer.steps expresses them already
     raise UserError(f"memory has ended ({why}): {advice(settings, wanted)}")
 
 

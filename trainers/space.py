@@ -15,7 +15,7 @@ from headstart.data.lock import locked
 from headstart.heads.errors import UserError
 from headstart.heads.files import put_text
 
-POLL, REMIND = 5.0, 60.0  # seconds: between two looks at the disk; between two messages, and between two attempts without more space
+POLL, REMIND = 5.0, 60.0  # seconds: between checks of the free space; between messages, and between attempts while space is short
 OWNER = "out"  # a file in the folder in ``out_fallback``: the run folder that it belongs to
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

@@ -3,7 +3,7 @@ the one that improves the guesses most.
 
 The guesses are those of chains over the target's own greedy text, from one teacher-forced pass per text. A connection counts as wrong if
 with the alternative a round has at least a tenth more tokens, and if the gain over the texts is beyond chance. A drafter that is connected
-as it was trained loses with each alternative; one that has learnt nothing gains with none.
+as in training loses with every alternative. A drafter that has learned nothing gains with none.
 
 Shape suffixes: T tokens, K depths, N roots, D hidden, V vocabulary.
 """

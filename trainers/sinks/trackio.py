@@ -36,7 +36,7 @@ class TrackioRun:
             raise UserError(f"trackio does not start ({' '.join(str(e).split())}): leave tracker.space away, or take tracker=none") from e
 
     def go_on_after(self, step: int) -> None:
-        """Nothing: trackio deletes nothing, so repeated steps appear twice, with the same figures."""
+        """Nothing: trackio deletes nothing, so repeated steps appear twice (with the same figures, unless the run was prolonged)."""
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         """Log figures of a step."""
