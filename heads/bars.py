@@ -1,4 +1,4 @@
-"""Progress bars of transformers, where they would only be in the way."""
+"""Hides transformers' progress bars."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_bars() -> Iterator[None]:
-    """Inside, transformers shows none."""
+    """Inside this context, transformers shows no progress bars."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

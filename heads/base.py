@@ -55,11 +55,12 @@ class TargetShape:
     def of(cls, config: Any) -> TargetShape:
         """Read a transformers config: its text part if it has several parts."""
         text, full = config.get_text_config(), "full_attention"
-        if getattr(text, "is_heterogeneous", False):  # layers of several sizes (gemma4): those of full attention, whose rope is read too
+        if getattr(text, "is_heterogeneous", False):  # layers differ in size (gemma4): take a full-attention layer, as for the rope below
             text = text.per_layer_config[(getattr(text, "layer_types", None) or [full]).index(full)]
         rope = dict(getattr(text, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0})
         rope = dict(rope.get(full, rope))  # where there is one entry per kind of layer (gemma3)
-        if rope.get("rope_type") in ("dynamic", "longrope", "proportional"):  # by length, or of a part: a drafter uses only their base
+        # These types change with the length, or rotate a part of a head only. A drafter uses default RoPE with the same base.
+        if rope.get("rope_type") in ("dynamic", "longrope", "proportional"):
             rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
         heads, width = text.num_attention_heads, next((n for k in WIDTHS if (n := getattr(text, k, None))), 4 * text.hidden_size)
         return cls(
@@ -79,8 +80,8 @@ class TargetShape:
 
 
 def layer_sizes(shape: TargetShape, heads: int | None, kv_heads: int | None, width: int | None) -> tuple[int, int, int]:
-    """(query heads, key-value heads, MLP width) of a drafter's layers. None takes the target's; of key-value heads as many as ``heads`` if
-    these are given. Raises UserError if they do not divide.
+    """(query heads, key-value heads, MLP width) of a drafter's layers. None means the target's number; ``kv_heads=None`` means ``heads``
+    where that is given. Raises UserError unless the query heads are a multiple of the key-value heads.
     """
     heads, kv_heads = heads or shape.heads, kv_heads or heads or shape.kv_heads
     if heads % kv_heads:
@@ -100,16 +101,16 @@ def ascending_taps(taps: Sequence[int], shape: TargetShape) -> tuple[int, ...]:
 class TargetEnds:
     """The target's frozen token embedding and output head, shared with the drafter and never saved with it."""
 
-    embed: nn.Module  # tokens -> [.., D], without the target's own scale, as engines that serve the drafter share it
+    embed: nn.Module  # tokens -> [.., D], without the scale that some targets multiply it by: engines share it without, too
     head_VD: Tensor
     softcap: float | None = None  # gemma: softcap * tanh(logits / softcap)
-    whole: Any = None  # the transformers model, or a function that loads it; None where neither is at hand
+    whole: Any = None  # the transformers model, or a function that returns it; None where neither is at hand
     scaled: bool = False  # head_VD already contains the target's logit scale (granite, cohere)
     times: Callable[[Tensor, Tensor], Tensor] = product  # multiplies states by the head
 
     @property
     def model(self) -> Any:
-        """The whole target, for drafters that copy or share a part of it; loaded on first use. None where it is not at hand."""
+        """The whole target, for drafters that copy or share a part of it. None where it is not at hand."""
         return self.whole if self.whole is None or isinstance(self.whole, nn.Module) else self.whole()
 
     def logits(self, final_ND: Tensor) -> Tensor:
@@ -151,7 +152,7 @@ class Draft:
     hidden_BNH: Tensor  # what the unembedding turns into logits
     state_BNH: Tensor | None = None  # what the next depth reads beside the token; of any width
     confidence_BN: Tensor | None = None  # logit of the probability that the guess is accepted, from drafters that predict it
-    first_BTH: Tensor | None = None  # hidden_BNH of depth 1 at every root, whatever was asked (``Drafter.first_everywhere``)
+    first_BTH: Tensor | None = None  # hidden_BNH of depth 1 at every root, not only at the asked ones (``Drafter.first_everywhere``)
 
     @property
     def state(self) -> Tensor:
@@ -173,17 +174,17 @@ class Drafter(nn.Module, ABC):
     """
 
     __signature__: ClassVar[inspect.Signature]  # of the constructor, with the settings that it passes on to its base class
-    taps: tuple[int, ...] = ()  # target layers it reads: k is the residual stream after k layers, N the state after the final norm
+    taps: tuple[int, ...] = ()  # aux hidden state layers: k: the target's residual stream after k layers, N: its state after the final norm
     config: dict[str, Any]  # {"head": NAME, **arguments}, set by heads.hub.build
     format: str = "native"  # heads/formats/FORMAT.py writes and reads the folder
     unserved: str = ""  # why no engine loads its folders, whatever their format
-    max_depth: int | None = None  # deepest guess it can make; None: any
+    max_depth: int | None = None  # deepest guess it can make; None: no limit
     unrolls: bool = True  # False: with true tokens, depth d of root t equals depth 1 of root t+d-1, so only depth 1 is trained
-    memory_dtype: torch.dtype | None = None  # of its memory, where another dtype than its own is read faster
+    memory_dtype: torch.dtype | None = None  # dtype of its memory, where one other than its own is read faster; None: its own
     acceptance: Mapping[bool, Sequence[float]] = {}  # temperature > 0 -> share of right guesses by depth (inference/reports/prior.py)
-    only_trained: tuple[str, ...] = ()  # settings that matter to training alone: a resumed run may change them
-    anchors: int | None = None  # for a drafter that makes all depths in ``begin``: roots of a row that are trained at a time; None: all
-    first_everywhere: bool = False  # with anchors: depth 1 costs no row of its own, and is trained at every root (``Draft.first_BTH``)
+    only_trained: tuple[str, ...] = ()  # settings that only training uses: a resumed run may change them
+    anchors: int | None = None  # if all depths are made in ``begin``: roots that a training step draws from each batch row; None: all
+    first_everywhere: bool = False  # with anchors: ``begin`` computes depth 1 at every root, so it is trained there (``Draft.first_BTH``)
 
     def __init__(self, shape: TargetShape) -> None:
         super().__init__()
@@ -193,8 +194,8 @@ class Drafter(nn.Module, ABC):
         self.claimed_VD: Tensor | None = None  # the target's embedding as a foreign folder stores it, until ``attach`` compares the two
 
     def __init_subclass__(cls, without: Collection[str] = ()) -> None:
-        """Where a constructor ends in ``**more``, or there is none, add the base class's settings to the signature, except those in
-        ``without``.
+        """Set ``__signature__``. A constructor that ends in ``**more``, or an inherited one, also takes the base class's settings, except
+        those in ``without``.
         """
         own = vars(cls).get("__init__")
         taken = dict(list(inspect.signature(own).parameters.items())[1:]) if own else {}
@@ -243,11 +244,14 @@ class Drafter(nn.Module, ABC):
         return self._size or sum(p.numel() for p in self.parameters() if p.requires_grad)
 
     def prepack(self) -> Drafter:
-        """Prepare it for faster decoding on a CPU, or on a GPU that has our kernels. It can then not be trained, saved, copied or moved."""
+        """Prepare it, in place, for faster decoding on a CPU, or on a GPU that runs our kernels. Afterwards it cannot be trained, saved,
+        copied or moved.
+        """
         self._size = self.size
         for depth in range(1, (self.max_depth or 1) + 1):
             unembedding = self.unembedding(depth)
-            for block in unembedding.blocks if unembedding.candidates is None else [unembedding.weight_VH]:  # of others rows are read
+            # With candidates, single rows of the correction are read: it is not multiplied as a whole.
+            for block in unembedding.blocks if unembedding.candidates is None else [unembedding.weight_VH]:
                 if block is not self.ends.head_VD:  # the target's head is not the drafter's to change
                     prepack_beside(block)
         prepack(self)

@@ -15,8 +15,8 @@ from headstart.heads.flash import Cuts, flash, flash_backward
 from headstart.heads.kernels.launch import DTYPES, takes
 
 ROWS = 128  # rows that a CPU multiplies at a time
-GROUP = 16  # heads that share keys, at most, of which the kernels (heads/kernels/diagonals.py) are one program
-HEAD = 256  # numbers of a head, at most, that they support
+GROUP = 16  # most heads that share keys, for the kernels in heads/kernels/diagonals.py: one program computes all of them
+HEAD = 256  # largest head size for these kernels
 
 
 class ChainAttention(torch.autograd.Function):
@@ -24,16 +24,18 @@ class ChainAttention(torch.autograd.Function):
 
     Forward: let l0 be the log-sum-exp of the causal block, and s_j the score of the row's own node at depth j. The softmax over
     all of them is exp(l0 - l) times the block's output plus the sum of exp(s_j - l) v_j, with l = log(e^l0 + sum e^s_j).
-    Backward: the flash kernel's backward takes output and log-sum-exp only to rebuild the probabilities and their row sum, so it
-    gets the merged ones. The gradients of the diagonals are a few lines. (As in ring attention, 2310.01889.)
+    Backward: the flash kernel's backward pass uses output and log-sum-exp only to rebuild the probabilities and the row sums of
+    grad * out. So it gets the merged ones. The gradients of the diagonals are a few lines. (As in ring attention, 2310.01889.)
 
-    Keys and values are kept as they are written, [B, g, N, d], once for all depths. The diagonals accumulate as the kernel does:
-    neither products in half precision nor intermediate sums are rounded. On a GPU they are two kernels (heads/kernels/diagonals.py).
+    Keys and values are kept as they are written, [B, g, N, d], once for all depths. The diagonals accumulate in fp32, as the kernel
+    does: products of half-precision numbers are not rounded. On a GPU they are two kernels (heads/kernels/diagonals.py).
     """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, cuts: Cuts | None, scale: float | None, *kv: Tensor) -> Tensor:
-        """``q`` [B, h, N, d]; ``kv``: keys and values of the roots, then of each later depth, [B, g, N, d] each. Returns [B, h, N, d]."""
+        """``q`` [B, h, N, d]; ``kv``: keys and values of the roots, then of each later depth, [B, g, N, d] each. Returns [B, h, N, d].
+        ``cuts``, ``scale``: as in ``heads.flash.flash``.
+        """
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         out, lse = flash(q, kv[0], kv[1], cuts, scale=scale)
         scores: list[Tensor] = []

@@ -1,9 +1,9 @@
-"""DFlare (2606.02091): DFlash whose layers each read a mixture of their own of many tapped states.
+"""DFlare (2606.02091): DFlash in which every layer reads its own mixture of the tapped states.
 
-DFlash joins the tapped states once, in one matrix, for all layers. Here layer i reads z_i = norm(sum_k softmax(w_i)_k * state_k), with one
-number w_ik for each pair of layer and tap, and has key and value matrices for the roots apart from those for its block. At the start the
-layers lean on one tap each, the first layers on the lower ones. Everything else is DFlash's. Names and starting values are those of the
-authors' AngelSlim.
+DFlash joins the tapped states once, by one matrix, for all layers. Here layer i reads z_i = norm(sum_k softmax(w_i)_k * state_k), with one
+number w_ik for each pair of layer and tap, and has separate key and value matrices for the roots and for its block. At the start each layer
+prefers one tap: the first layers prefer the lower ones. Everything else is DFlash's. Names and initial values are those of AngelSlim, the
+authors' library.
 
 Shape suffixes: B batch, T roots, D hidden, L layers, K taps.
 """
@@ -21,17 +21,17 @@ from headstart.heads.dflash import Dflash, Sizes, spread_taps
 from headstart.heads.layers import CosSin
 from headstart.heads.memory import Segment
 
-TAPS = 9  # of the published drafters
-OF_ROOTS = "_target"  # ends the names of the matrices that make the roots' keys and values
-LEANING = 2.0  # by so much a layer prefers its own tap at the start
+TAPS = 9  # as in the published drafters
+OF_ROOTS = "_target"  # suffix in the names of the matrices for the roots' keys and values
+LEANING = 2.0  # initial w_ik of the tap that a layer prefers; it is 0 for all others
 
 
 class Dflare(Dflash, without=("draft_vocab", "window", "window_layers", "window_causal", "window_slides")):
-    """``taps``: None: 9, spread evenly (fewer for small targets). The other settings are DFlash's; AngelSlim's folders have neither trimmed
-    vocabularies nor sliding windows.
+    """``taps``: the target layers that are read; None: 9, spread evenly (fewer for small targets). The other settings are DFlash's, except
+    that AngelSlim's folders have neither trimmed vocabularies nor sliding windows.
     """
 
-    scales = ("layer_fusion_weights",)  # for the optimiser not a matrix: each number weighs one state
+    scales = ("layer_fusion_weights",)  # the optimizer treats it as vectors, not as a matrix: each number weighs one state
     unserved = "no released engine has DFlare; AngelSlim's benchmark reads it as trained with head.mask_token=ID"
 
     def __init__(self, shape: TargetShape, *, taps: list[int] | None = None, **more: Any) -> None:

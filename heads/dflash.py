@@ -3,12 +3,13 @@
 Root t belongs to the anchor a = t + 1: x[a] is the last known token. A block has S slots, [x[a], MASK x (S-1)], at positions
 a..a+S-1. In every layer the queries of the block see two kinds of keys and values: those of z = norm(fc(tapped states)) of the roots
 up to t, and those of the block itself. Roots pass through no layer, so memory holds only their keys and values; blocks are forgotten.
-Slot k guesses x[a+k]; slot 0 guesses nothing. Layers are Qwen3's; embedding and head are the target's, frozen. A trimmed vocabulary
-(``draft_vocab``) has a head of its own, which starts as the target's rows and is trained.
+Slot k guesses x[a+k]; slot 0 guesses nothing. Layers are Qwen3's; embedding and head are the target's, frozen. With a trimmed vocabulary
+(``draft_vocab``) the drafter trains a head of its own, which starts as a copy of the target's rows.
 
-Some layers may have a sliding window (``window``): a slot then sees the roots of the last positions alone, and, unless ``window_causal``
-is false, of its block only the slots up to itself. Engines and SpecForge count the window from the slot: it sees the roots at positions
-above a+k-window. The speculators library counts from the anchor (``window_slides`` false): all slots see those from a-window on.
+Some layers may have a sliding window of ``window`` positions. There, a slot sees only the nearest roots and, unless ``window_causal`` is
+false, only its own slot and the earlier ones of its block. Engines and SpecForge count the window from the slot: slot k sees the roots at
+positions above a+k-window. The speculators library counts from the anchor (``window_slides=false``): every slot sees the roots from
+position a-window on.
 
 ``begin`` does all the work, and ``step`` only reads the slot of its depth. The mask is a learned vector or, as in published folders,
 the embedding of a target token that no text contains (``mask_token``). Engines load only folders of the second kind.
@@ -52,7 +53,9 @@ def asked(ask: Tensor | None, roots: Roots) -> Tensor:
 
 
 def windowed_layers(window: int | None, some: list[int] | None, layers: int, block: int) -> tuple[int, ...]:
-    """The layers with a sliding window, counted from 0: ``some``, or all. Raises UserError where there can be none."""
+    """The layers with a sliding window, counted from 0: those in ``some`` (None: all), or () where ``window`` is None. Raises UserError
+    for layers that do not exist or do not ascend, for layers without a window, and for a window smaller than a block.
+    """
     if window is None:
         if some is not None:
             raise UserError(f"head.window_layers={some} needs head.window, the positions that these layers see")
@@ -78,9 +81,10 @@ def mask_of(drafter: Any) -> Tensor:
 
 
 class Dflash(Drafter):
-    """``block``: number of slots, including the anchor's. ``mask_token``: the token whose embedding is the mask; None: a learned vector.
-    ``draft_vocab``: target ids of a head of its own; None: the target's head. ``window``: positions that the layers in ``window_layers``
-    (None: all) see; ``window_causal``, ``window_slides``: see above. ``anchors``: roots of a row that are trained at a time.
+    """``block``: number of slots, including the anchor's. ``taps``: the target layers that are read; None: as many as ``layers``, spread
+    evenly. ``mask_token``: the token whose embedding is the mask; None: a learned vector. ``draft_vocab``: target ids that a head of its
+    own can guess; None: the target's head. ``window``: positions that the layers in ``window_layers`` (None: all) see, None: all;
+    ``window_causal``, ``window_slides``: see the module's docstring. ``anchors``: roots that a training step draws from each batch row.
     Raises UserError for settings that do not fit the target or, with ``mask_token``, the engines.
     """
 
@@ -157,14 +161,14 @@ class Dflash(Drafter):
                             "weigh otherwise there: leave it out, or take head=dflash")  # fmt: skip
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
-        """Read the roots into memory and fill the blocks of those in ``ask``, some at a time. The state of a draft is its whole block."""
+        """Read the roots into memory, and fill the blocks of the roots in ``ask``, some blocks at a time. A draft's state is its block."""
         rows = Beside(memory)
         for i, (k, v) in enumerate(self._context([roots.states[tap] for tap in self.taps], self.rope(roots.positions_BT))):
             rows.write(i, k, v)
         ask_BA = asked(ask, roots)
         tokens_BA = roots.chosen_BT.gather(1, ask_BA)
         first_BA = roots.positions_BT.gather(1, ask_BA) + 1
-        anchor_BAD = self.ends.embed(tokens_BA).to(v.dtype)  # under autocast not that of the states
+        anchor_BAD = self.ends.embed(tokens_BA).to(v.dtype)  # which under autocast differs from that of the states
         state = []
         for ask_Ba, anchor_BaD, first_Ba in zip(*map(blocks_of, (ask_BA, anchor_BAD, first_BA)), strict=True):
             state.append(self._fill(anchor_BaD, first_Ba, rows, self._rules(sees, ask_Ba)))

@@ -1,12 +1,12 @@
-"""DFlash 2 (Z Lab, 2026, as vLLM and speculators read its folders): DFlash with local convolutions in its layers, and a selector behind.
+"""DFlash 2 (Z Lab, 2026, as vLLM and speculators read its folders): DFlash with local convolutions in its layers and a final selector.
 
 A convolution stands before and after the attention and the MLP of every layer. It mixes a slot with the slots just before it in its
-block, y_s = sum_t x_{s-t} (base_t + delta_{s,t}) for the taps t = 0, 1, ..: the base is one number for each tap and channel, delta is
-linear in the normed input of the sublayer and shared by a group of channels. At the start it changes nothing.
+block, y_s = sum_t x_{s-t} (base_t + delta_{s,t}) for the convolution's taps t = 0, 1, ..: base is one number for each tap and channel,
+delta is linear in the normed input of the sublayer and shared by a group of channels. At the start the convolution is the identity.
 
-The selector orders the ``candidates`` likeliest tokens of a slot anew, knowing the token before: the logit of candidate c becomes
-logit[c] + <U[prev] * (P slot), S[c]>, a low-rank bias that hangs on the slot too. All other tokens are never guessed. prev is x[a] at
-depth 1 and the previous guess afterwards. The backbone learns by the divergences of the loss, the selector by the loss term ``selector``.
+The selector reranks the ``candidates`` likeliest tokens of a slot by the token before the slot: candidate c gets the logit
+logit[c] + <U[prev] * (P slot), S[c]>, a low-rank bias that also depends on the slot. All other tokens are never guessed. prev is x[a] at
+depth 1 and the previous guess afterwards. The divergences of the loss train the backbone, the loss term ``selector`` trains the selector.
 
 Shape suffixes: B batch, A asked roots, S slots, N nodes or rows, D hidden, G groups of channels, K taps.
 """
@@ -32,7 +32,7 @@ from headstart.heads.visibility import Sees
 class LocalConv(nn.Module):
     """The two convolutions around a sublayer: ``base_kernel`` [2, K, D] (before it, after it), and both deltas from one product."""
 
-    scales = ("base_kernel",)  # vectors to the optimiser, of whatever shape
+    scales = ("base_kernel",)  # the optimizer treats it as vectors, not as matrices
 
     def __init__(self, hidden_size: int, block: int, taps: int, group: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class LocalConv(nn.Module):
     def _convolve(self, x_BND: Tensor, which: int, delta_BNKG: Tensor) -> Tensor:
         x_BASD = x_BND.unflatten(1, (-1, self.block))
         kernel_BNKD = self.base_kernel[which].to(x_BND.dtype) + delta_BNKG.repeat_interleave(self.group, -1)
-        back = [F.pad(x_BASD, (0, 0, t, 0))[:, :, : self.block].flatten(1, 2) for t in range(self.taps)]  # t slots back; none: zeros
+        back = [F.pad(x_BASD, (0, 0, t, 0))[:, :, : self.block].flatten(1, 2) for t in range(self.taps)]  # t slots back, or zeros
         return torch.stack([x * kernel_BNKD[:, :, t] for t, x in enumerate(back)]).sum(0)
 
 
@@ -68,13 +68,13 @@ class ConvLayer(nn.Module):
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], memory: Memory, layer: int, sees: Sees) -> Tensor:
         """``x`` [B, N, D] plus its attention over memory, plus the MLP of that sum: [B, N, D]."""
-        alone = x.new_zeros(())  # sublayers add a residual; here it is added behind the convolution
+        alone = x.new_zeros(())  # the residual that sublayers add: here the real one is added after the second convolution
         x = x + self.attention_conv.around(lambda y: self.self_attn(y, cos_sin, memory, layer, sees, alone), self.input_layernorm(x))
         return x + self.mlp_conv.around(lambda y: self.mlp(y, alone), self.post_attention_layernorm(x))
 
 
 class Dflash2(Dflash, without=("draft_vocab",)):
-    """``rank``, ``candidates``: of the selector. ``conv_taps``: slots that a convolution reads, its own among them. ``conv_group``:
+    """``rank``, ``candidates``: of the selector. ``conv_taps``: slots that a convolution reads, including the current one. ``conv_group``:
     channels that share a delta. Raises UserError for more candidates than tokens, and for a convolution that does not fit.
     """
 

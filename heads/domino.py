@@ -21,7 +21,7 @@ from headstart.heads.visibility import Sees
 
 
 class Domino(Dflash, without=("draft_vocab",)):
-    """``gru``: width of the GRU's state; None: the target's hidden size. ``rank``: of the correction."""
+    """``gru``: width of the GRU's state; None: the target's hidden size. ``rank``: rank of the correction."""
 
     first_slot = 0
 

@@ -34,10 +34,10 @@ SCALES = ("logit_scale", "logits_scaling")  # names in configs of a factor on th
 
 class DraftLm(ReadsTokens, Drafter):
     """Give exactly one of ``config`` (keys of a Hugging Face config, with ``model_type``), ``folder`` (a Hugging Face model) and ``layers``
-    (a copy of so many of the target's first layers, with its embedding, final norm and head).
+    (the number of the target's first layers to copy, with its embedding, final norm and head).
 
-    ``lora``: {rank, alpha, names}. Only matrices of that rank are trained, scaled by alpha / rank, beside the linear layers with these
-    names (the last part of a module's name; null: all except the head). Raises UserError for settings and models that do not fit.
+    ``lora``: {rank, alpha, names}. Only low-rank matrices, scaled by alpha / rank, are trained: beside the linear layers with these names
+    (the last part of a module's name; null: all except the head). Raises UserError for settings and models that do not fit.
     """
 
     format = "causal_lm"
@@ -91,8 +91,8 @@ class DraftLm(ReadsTokens, Drafter):
         self.arguments = {"config": {**keys, "model_type": hf.model_type}}
 
     def attach(self, ends: TargetEnds) -> None:
-        """Also makes the model where it copies the target's first layers, and takes over the target's special tokens. Raises UserError as
-        the constructor does.
+        """Also builds the model if ``layers`` is given, and takes over the target's special tokens. Raises UserError as the constructor
+        does.
         """
         super().attach(ends)
         if self.lm is None:
@@ -104,7 +104,7 @@ class DraftLm(ReadsTokens, Drafter):
                 if "layer" in key and isinstance(value, list) and len(value) == self.shape.layers:
                     keys[key] = value[: self.layers]
             self._adopt(_from_config(keys, self.shape))
-        if ends.model is not None:  # the target's may differ from the defaults of the draft model's type
+        if ends.model is not None:  # the target's special tokens may differ from the defaults of the draft model's type
             for key, value in special_tokens(ends.model).items():
                 setattr(self.lm.config, key, value)
                 setattr(self.lm.generation_config, key, value)
@@ -113,7 +113,7 @@ class DraftLm(ReadsTokens, Drafter):
 
     @torch.no_grad()
     def start_from(self, ends: TargetEnds) -> None:
-        """Copy the target's first layers if ``layers`` is given. Raises UserError where the target stores them in another way."""
+        """Copy the target's first layers if ``layers`` is given. Raises UserError where the target stores its weights differently."""
         if self.layers is None:
             return
         model = _model_of(ends)
@@ -165,7 +165,7 @@ def _from_config(config: dict[str, Any], shape: TargetShape) -> Any:
 
 
 def special_tokens(model: Any) -> dict[str, Any]:
-    """token's key -> id(s), as ``generate`` finds them: from the generation config, else from the config; None where neither has it."""
+    """Key of each special token -> its id(s), as ``generate`` finds them: in the generation config, else in the config, else None."""
     both = [getattr(model, "generation_config", None), model.config.get_text_config()]
     found = {key: [value for config in both if (value := getattr(config, key, None)) is not None] for key in TOKENS}
     return {key: copy.copy(values[0]) if values else None for key, values in found.items()}

@@ -1,7 +1,7 @@
-"""Attention of transformers' layers by our visibility rule: in closed form, over many documents, without copies of shared keys.
+"""Makes the layers of transformers attend by our visibility rules: in closed form, over many documents, without copies of shared keys.
 
-Decoders of transformers look up their attention function by the name in their config. While one of them reads rows by a rule, that name
-is ours, and the function finds the rule in a thread-local variable. So a rule that has a closed form needs no mask.
+Decoders of transformers look up their attention function by the name in their config. While a decoder reads rows by a rule, its config
+names our function, which finds the rule in a thread-local variable. So a rule that has a closed form needs no mask.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LOCKS: defaultdict[int, threading.RLock] = defaultdict(threading.RLock)
 
 
 def alone(config: Any) -> threading.RLock:
-    """The lock to hold during every pass of layers with this config. Threads that share the layers also share the name of the attention."""
+    """The lock to hold during every pass of layers with this config, because threads that share the layers share the config too."""
     return _LOCKS[id(config)]
 
 
@@ -74,7 +74,7 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The signature that transformers calls: queries [B, h, N, d], keys and values of all rows in memory. Returns ([B, N, h, d], None)."""
+    """Called by transformers with queries [B, h, N, d], and keys and values of all rows in memory. Returns ([B, N, h, d], None)."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if autocasts(query):  # rotation gives fp32 queries and keys, while values have the half precision of their product

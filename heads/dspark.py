@@ -37,5 +37,5 @@ class Dspark(Dflash):
         return Draft(hidden, state, self.confidence(hidden).squeeze(-1))
 
     def unembedding(self, depth: int) -> Unembedding:
-        """DFlash's head, and the Markov head's matrix W2, which has a row for each of its tokens."""
+        """DFlash's head, and the Markov head's matrix W2 with one row for each token that DFlash's head can guess."""
         return replace(super().unembedding(depth), correction_VR=self.markov_w2)

@@ -1,6 +1,6 @@
 """EAGLE-3 (Li et al., 2503.01840) with the switches of EAGLE-3.1 (2605.09992).
 
-Root t reads the token x[t+1] and three tapped states of the target, which ``fc`` fuses to one feature. One decoder layer, whose attention
+Root t reads the token x[t+1] and three tapped states of the target, which ``fc`` fuses into one feature. One decoder layer, whose attention
 reads token and feature side by side, guesses x[t+2]. Deeper guesses read the drafted token and the drafter's own feature in place of the
 target's. EAGLE-3.1 adds an RMSNorm on each tapped state (``fc_norm``), and feeds back the feature after the final norm (``norm_output``).
 The speculators library has two more switches, which its training turns on: one RMSNorm over all tapped states side by side
@@ -27,7 +27,7 @@ from headstart.heads.vocab import OutputHead
 
 
 def default_taps(layers: int) -> list[int]:
-    """The default layers of all engines. Targets of fewer than 6 layers give fewer than three different ones."""
+    """The layers that all engines tap by default. For targets of up to 6 layers, some of the three may coincide."""
     return sorted({min(2, layers - 1), layers // 2, max(layers - 3, 0)})
 
 
@@ -61,8 +61,8 @@ class Layer(nn.Module):
 
 
 class Eagle(Drafter):
-    """``taps``: layers of the target, by default (2, N//2, N-3); ``draft_vocab`` (target ids) trims the output head. Raises UserError for
-    settings that contradict each other or the target.
+    """``taps``: layers of the target, by default (2, N//2, N-3); ``draft_vocab`` (target ids) trims the output head. The norms are
+    described in the module's docstring. Raises UserError for settings that contradict each other or the target.
     """
 
     format = "eagle3"

@@ -1,14 +1,14 @@
-"""Which targets an engine can serve with which kind of drafting. With others it ends when it starts, or drafts from wrong inputs.
+"""Which targets an engine can serve with which kind of drafting. With any other target it fails at start, or drafts from wrong inputs.
 
-Drafters read inner layers of the target (those of SGLang's EAGLE and EAGLE3 also its embedding and head), for which the engine's class of
-the target needs an interface. The kinds of targets (``model_type``) are from the sources of vLLM 0.33.0 (``SupportsEagle3``; granitemoe and
+Drafters read inner layers of the target (SGLang's EAGLE and EAGLE3 also its embedding and head). The engine's class for the target must
+offer an interface for that. The kinds of targets (``model_type``) come from the sources of vLLM 0.33.0 (``SupportsEagle3``; granitemoe and
 its kin: 0.32.0) and SGLang 0.5.23 (``set_eagle3_layers_to_capture``, ``set_dflash_layers_to_capture``, ``get_embed_and_head``), and from
-TensorRT-LLM's feature matrix of 2026. For vLLM those without the interface are listed: it runs any kind that it has no class for through
-transformers, with it. But it looks for the embedding under the name ``embed_tokens``, and shares the module.
+TensorRT-LLM's feature matrix of 2026. For vLLM, the kinds without the interface are listed: it runs every kind that it has no class for
+through transformers, where the interface exists. vLLM also shares the embedding's module, which must be called ``embed_tokens``.
 
-Left out are also interfaces that give something else than a drafter was trained with. SGLang's Gemma 3 gives the output of a layer's MLP in
-the place of the residual stream. Where an engine shares the module of an embedding that multiplies by a scale, and not its table, the
-drafter gets scaled embeddings: VaultGemma's in vLLM, and Gemma 4's in SGLang for block drafters.
+Kinds are also left out where the drafter would read something else than in training. SGLang's Gemma 3 hands out the output of a layer's
+MLP instead of the residual stream. The embedding modules of some kinds multiply by a scale: where an engine shares such a module instead
+of its table, the drafter gets scaled embeddings. That happens with VaultGemma in vLLM, and with Gemma 4 in SGLang for block drafters.
 """
 
 from __future__ import annotations

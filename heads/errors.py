@@ -31,5 +31,5 @@ def near(word: str, known: Collection[str]) -> str:
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """Log a warning, in this process only once: what it is about may be read many times."""
+    """Log a warning only once in this process: its cause, such as a folder that is read again, may recur."""
     log.warning(text)

@@ -1,4 +1,4 @@
-"""Atomic files and folders: each is written beside its place, synced to disk, then put into its place. So it is whole or not there."""
+"""Atomic files and folders: each is written beside its place, synced to disk, then moved there. So it is either complete or absent."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # sync errors of a failing or
 
 
 def cache_folder() -> Path:
-    """Where what can be made again is kept between runs: ``HEADSTART_CACHE``, else ``headstart`` in the user's cache folder. Raises
-    UserError where the user has no home.
+    """The cache, for what can be made again: the folder ``HEADSTART_CACHE``, else ``headstart`` in the user's cache folder. Raises
+    UserError where the user has no home folder.
     """
     try:
         return Path(os.environ.get("HEADSTART_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "headstart")
@@ -37,7 +37,9 @@ def cache_folder() -> Path:
 
 
 def check_exported(folder: str | Path, key: str = "") -> None:
-    """Raises UserError where there is no exported folder of a drafter, nor one of a language model. ``key``: the setting that names it."""
+    """Raises UserError unless ``folder`` has a config.json, as the folders of drafters and language models do. The error says what else it
+    is: a file, or the folder of a run. ``key``: the setting that names the folder.
+    """
     found, given = Path(folder), f"{key}=" * bool(key)
     try:
         if found.is_file():

@@ -1,5 +1,7 @@
-"""Direct calls of flash attention: of torch's kernels, below ``scaled_dot_product_attention`` (only there they return their log-sum-exp,
-take heads that share keys and values without copies, and compute many documents in one launch), and of our own on a CPU.
+"""Direct calls of flash attention kernels: torch's, and our own on a CPU (heads/native_flash.py).
+
+torch's kernels are called below ``scaled_dot_product_attention``. Only there they return the log-sum-exp, take heads that share keys and
+values without copies, and compute many documents in one launch.
 
 Shape suffixes: B batch, h attention heads, g key-value heads (h is a multiple), N rows, M rows in memory, d head size.
 """
@@ -80,7 +82,9 @@ def flash_backward(
 
 
 def flash_behind(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-    """Causal attention of new rows at the end of a longer memory, [B, h, N, d], without an N x M mask. It has no backward pass."""
+    """Causal attention of q [B, h, N, d] over k and v [B, g, M, d] without an N x M mask, where the queries' own rows are the last N of the
+    M. Returns [B, h, N, d]. It has no backward pass.
+    """
     first = k.shape[2] - q.shape[2]
     before, lse_before = flash(q, k[:, :, :first], v[:, :, :first], causal=False, scale=scale)
     own, lse_own = flash(q, k[:, :, first:], v[:, :, first:], scale=scale)
@@ -90,7 +94,7 @@ def flash_behind(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) ->
 
 
 def cuts_of(documents_BT: Tensor) -> Cuts:
-    """The borders of contiguous documents [B, T]. Borders of the batch's rows are among them."""
+    """The borders of contiguous documents, from each row's document number [B, T]. Batch rows have borders between them too."""
     (B, T), borders_BT = documents_BT.shape, documents_BT[:, 1:] != documents_BT[:, :-1]
     starts_BT = torch.nn.functional.pad(borders_BT, (1, 0), value=True)
     return (*starts_BT.flatten().nonzero()[:, 0].tolist(), B * T)

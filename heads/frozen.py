@@ -1,8 +1,8 @@
 """A frozen decoder layer for decoding on a CPU: it computes the same numbers as ``heads.layers`` in fewer and cheaper calls.
 
 One row through a small layer takes some microseconds of arithmetic. The overhead of Python and ``nn.Module`` at every call is larger.
-So products that read the same input are joined, and residuals are added within a product. Where heads/native.py has what it needs, the
-whole layer is one call of it; elsewhere it is some twenty of torch's operations, called from plain classes.
+So products that read the same input are joined, and residuals are added within a product. Where heads/native.py supports a layer, the whole
+layer is one call into C++; elsewhere it is about twenty of torch's operations, called from plain classes.
 
 Shape suffixes: B batch, N rows of any kind, h heads, H width of an input, W width of all heads side by side, d head size.
 """
@@ -24,7 +24,7 @@ from headstart.heads.visibility import KEPT, Sees
 CosSin = tuple[Tensor, Tensor]
 Normed = Callable[[Tensor], Tensor]
 
-FEW = 8192  # numbers in an input; above, the doubled input of ``Norm`` costs more than it saves (measured for sizes from 160 to 4,096)
+FEW = 8192  # numbers in an input: with more, ``Norm`` loses more by doubling it than it saves (measured for sizes from 160 to 4,096)
 ATTENTION, FEED = JOINT
 
 
@@ -49,8 +49,8 @@ class Layer:
 
 
 class Norm:
-    """An RMSNorm over the last dimension. On a CPU torch has no fused kernel for it, but one for the layer norm. The layer norm of x beside
-    -x, whose mean is 0, equals the RMSNorm of x. For small inputs this takes two thirds of the time.
+    """An RMSNorm over the last dimension. On a CPU, torch has a fused kernel for the layer norm, but none for the RMSNorm. The layer norm
+    of [x, -x], whose mean is 0, equals the RMSNorm of x. For small inputs this takes two thirds of the time.
     """
 
     def __init__(self, module: Any) -> None:
@@ -81,7 +81,7 @@ def norm(module: Any) -> Norm | nn.Identity:
 
 
 class Product:
-    """``x`` [B, N, H] times a linear layer's matrix, in the storage order that is fastest for so many rows."""
+    """``x`` [B, N, H] times a linear layer's matrix, in the storage order that is fastest for the number of rows B * N."""
 
     def __init__(self, layer: Any) -> None:
         packed = is_packed(layer.weight)

@@ -54,7 +54,7 @@ def _is_own(c: Any, module: str) -> bool:
 
 
 def check_arguments(name: str, arguments: Mapping[str, Any]) -> type[Drafter]:
-    """The class of that name. Raises UserError for arguments that its constructor does not have, and for values of a wrong type."""
+    """The drafter class called ``name``. Raises UserError for arguments that it does not take, and for values of a wrong type."""
     cls = drafter_class(name)
     accepted = inspect.signature(cls).parameters.keys() - {"shape"}
     for key, value in arguments_of_now(name, arguments).items():
@@ -84,7 +84,7 @@ def build(name: str, shape: TargetShape, **arguments: Any) -> Drafter:
 
 
 def _is(value: Any, kind: Any, least: int) -> bool:
-    """Whether a setting has the type that its constructor declares. ``least``: of a whole number."""
+    """Whether a setting has the type that its constructor declares. ``least``: the smallest whole number that is allowed."""
     kind = get_origin(kind) or kind
     if kind is Any:
         return True
@@ -119,11 +119,12 @@ def _recognised(config: dict[str, Any]) -> Any:
 def save(
     drafter: Drafter, folder: str | Path, target: Mapping[str, Any], dtype: torch.dtype, tokenizer: Any = None, base: str | None = None
 ) -> None:
-    """Write ``folder`` (config.json, model.safetensors) at once or not at all: a temporary folder beside it takes its place.
+    """Write ``folder`` (config.json, model.safetensors) as a whole or not at all: a temporary folder beside it takes its place.
 
-    ``target``: the complete card of the target (``target_card``). ``base``: the target's folder or name on the hub, for engines that look
-    for it in the drafter's config. Raises UserError for weights that are not finite and for disk errors; an earlier folder stays untouched.
-    ValueError: the card is incomplete.
+    ``target``: the complete card of the target (``target_card``). ``dtype``: that of the saved weights. ``tokenizer``: saved too where the
+    format needs one. ``base``: the target's folder or name on the hub, for engines that look for it in the drafter's config.
+    Raises UserError for weights that are not finite and for disk errors: an earlier folder then stays untouched. Raises ValueError where
+    the card is incomplete.
     """
     if absent := set(seal.CARD) - target.keys():
         raise ValueError(f"the target's card lacks {sorted(absent)[0]}: nobody could load the folder")
@@ -220,8 +221,8 @@ def _foreign(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetSh
 
 
 def _check_sizes(arguments: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Raises UserError for a count in config.json (of layers, for example) that exceeds the number of tensors, and for a folder that names
-    another.
+    """Raises UserError for a count in config.json (of layers, for example) that exceeds the number of tensors, and for arguments that name
+    another folder.
     """
     if arguments.get("folder"):
         raise UserError(f"{folder / 'config.json'}: a saved drafter stands alone, but this one names folder={shown(arguments['folder'])}")
@@ -229,7 +230,7 @@ def _check_sizes(arguments: Mapping[str, Any], tensors: Mapping[str, Tensor], fo
         if isinstance(value, dict):
             _check_sizes(value, tensors, folder)
         counts = key in ("heads", "guesses", "depth") or any(word in key for word in ("layer", "expert", "block"))
-        counts = counts and not key.endswith(("_size", "_dim"))  # widths, as shared_expert_intermediate_size
+        counts = counts and not key.endswith(("_size", "_dim"))  # such as shared_expert_intermediate_size: a width
         if counts and isinstance(value, int) and value > max(len(tensors), MOST):
             raise UserError(f"{folder / 'config.json'}: {key}={value} does not fit the tensors of model.safetensors")
 
@@ -243,7 +244,8 @@ def _rebuild(name: str, shape: TargetShape, arguments: Mapping[str, Any], folder
 
 def _match(drafter: Drafter, tensors: dict[str, Tensor], folder: Path, whole: bool) -> dict[str, Tensor]:
     """The file's tensors under the format's canonical names. Raises UserError unless they are exactly the tensors of this drafter, with the
-    shapes, types and values of weights. Tensors that are derived from others may be missing, except in a folder of ours (``whole``).
+    right shapes, the dtypes of weights and finite values. Tensors that are derived from others may be missing, except in a folder of ours
+    (``whole``).
     """
     fmt, path = _module(drafter.format), folder / seal.WEIGHTS
     names, own, extras = fmt.names(drafter), drafter.state_dict(), _extras(fmt, drafter)
@@ -254,7 +256,8 @@ def _match(drafter: Drafter, tensors: dict[str, Tensor], folder: Path, whole: bo
             raise UserError(f"{path}: {name} is there twice, in two spellings: which one is read depends on the engine")
         given[name] = tensor
     likes = {theirs: own[ours] for ours, theirs in names.items()}
-    if (parted := _in_file(fmt, drafter, likes)).keys() & (given.keys() - likes.keys()):  # unless saved by an earlier version
+    # A file holds the tensors as engines expect them. Earlier versions saved them as the model in memory holds them.
+    if (parted := _in_file(fmt, drafter, likes)).keys() & (given.keys() - likes.keys()):
         likes = parted
     wanted = likes.keys() | (extras.keys() if whole else set())
     optional = set(extras) | {"embed_tokens.weight"}  # files may hold a copy of the target's embedding
@@ -278,7 +281,7 @@ def _fill(drafter: Drafter, given: dict[str, Tensor], folder: Path) -> Drafter:
     fmt = _module(drafter.format)
     given = fmt.in_memory(drafter, given) if hasattr(fmt, "in_memory") else given
     own = {ours: given[theirs] for ours, theirs in fmt.names(drafter).items()}
-    drafter.to(functools.reduce(torch.promote_types, {t.dtype for t in own.values()}))  # of several dtypes, one that rounds none
+    drafter.to(functools.reduce(torch.promote_types, {t.dtype for t in own.values()}))  # a dtype that rounds none of them
     drafter.load_state_dict(own, strict=False)
     drafter.claimed_VD = None if "embed_tokens.weight" in fmt.names(drafter).values() else given.get("embed_tokens.weight")
     for name, tensor in _extras(fmt, drafter).items():  # must equal what follows from the others, or the folder holds another drafter

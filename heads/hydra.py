@@ -1,7 +1,7 @@
 """Hydra (Ankner et al., 2402.05109): Medusa's heads, each of which also reads the tokens guessed before it.
 
 Head k reads z = [h_t; emb(x[t+1]); ..; emb(x[t+k])] (section 3). It computes A z + SiLU(W1 z + b), then ordinary residual blocks, then
-applies an output matrix of its own, as in the paper. At the start W1 is zero and A = [1 0 .. 0], so that a fresh Hydra is a fresh
+applies an output matrix of its own, as in the paper. At the start W1 and b are zero and A = [I 0 .. 0], so that a fresh Hydra is a fresh
 Medusa. The state for the next depth is z, which grows by one embedding per depth.
 
 Hydra++ (``prefix_attention``, section 4) adds a decoder layer over the roots, whose output replaces h_t. It starts as the identity, so
@@ -41,7 +41,7 @@ class Grounded(nn.Module):
 
 class Hydra(Medusa):
     """``prefix_attention``: Hydra++. As in Medusa, ``guesses``: number of depths; ``layers``: blocks per head; ``draft_vocab``: target ids
-    of its heads.
+    that its heads can guess.
     """
 
     format = "native"

@@ -1,6 +1,6 @@
 """JetSpec (2606.18394): DFlash with causal attention inside the block, so that a slot sees the slots before it and not those after it.
 
-It is trained with forward KL at equal weights and decoded with trees.
+The paper trains it with forward KL, with equal weights for all depths, and decodes with trees.
 """
 
 from __future__ import annotations

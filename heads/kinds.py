@@ -106,7 +106,7 @@ def kinds_of(config: Any) -> set[str]:
 
 
 def layers_of(config: Any) -> Sequence[str]:
-    """The kind of each layer; a single one holds for every layer. Without ``layer_types``, a sliding window does."""
+    """The kind of each layer (``layer_types``). Without that key one kind, which holds for all layers: sliding if there is a window."""
     windowed = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
     return getattr(config, "layer_types", None) or ["sliding_attention" if windowed else "full_attention"]
 

@@ -72,7 +72,7 @@ def rotate(x: Tensor, cos_sin: CosSin) -> Tensor:
 
 
 def rotatable(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether the kernel (heads/kernels/rotation.py) supports these."""
+    """Whether the kernel (heads/kernels/rotation.py) supports ``x`` [B, h, N, d] with these tables."""
     (B, _, N, d), wide = x.shape, torch.float32
     tables = all(y.dtype == wide and y.shape[0] in (1, B) and y.shape[1:] == (1, N, d) and y.stride(3) == 1 for y in (cos, sin))
     return tables and x.dtype in DTYPES and d % 2 == 0 and d <= 2 * TILE
@@ -114,14 +114,14 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (nn.Identity() if head_eps is None else RMSNorm(head_dim, head_eps) for _ in range(2))
 
     def keys_values(self, x: Tensor, cos_sin: CosSin, of: str = "") -> Segment:
-        """Keys, rotated by RoPE, and values of the rows: [B, kv_heads, N, d] each. ``of``: the end of the matrices' names, of a drafter
-        that has further ones.
+        """Keys, rotated by RoPE, and values of the rows: [B, kv_heads, N, d] each. ``of``: suffix in the names of the matrices, for layers
+        that have a second pair of them.
         """
         k, v = (self._split(getattr(self, f"{kind}_proj{of}")(x)) for kind in "kv")
         return rotate(self.k_norm(k), cos_sin), v
 
     def forward(self, x: Tensor, cos_sin: CosSin, memory: Memory, layer: int, sees: Sees, residual: Tensor) -> Tensor:
-        """``residual`` [B, N, D] plus the attention of the rows over memory, which takes their keys and values at ``layer``."""
+        """``residual`` [B, N, D] plus the attention of the rows over memory. Their own keys and values are first added to its ``layer``."""
         q, (k, v) = rotate(self.q_norm(self._split(self.q_proj(x))), cos_sin), self.keys_values(x, cos_sin)
         return residual + self.o_proj(sees.attend(q, memory.write(layer, k, v)).transpose(1, 2).flatten(2))
 
@@ -144,7 +144,7 @@ class MLP(nn.Module):
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up. In training on a GPU by one kernel, which keeps nothing but them."""
+    """silu(gate) * up. In training on a GPU it is one kernel, which keeps only ``gate`` and ``up`` for the backward pass."""
     if (gate.requires_grad or up.requires_grad) and gate.dtype in DTYPES and takes(gate):
         from headstart.heads.kernels.operations import Gated
 
@@ -205,7 +205,7 @@ def freeze(model: nn.Module) -> torch.dtype | None:
 
 
 def _forms(module: nn.Module) -> Any:
-    """Where the frozen forms of a module are: in heads/frozen.py on a CPU, in heads/kernels/fused.py on a GPU, or nowhere (None)."""
+    """The file with the frozen forms of a module: heads/frozen.py on a CPU, heads/kernels/fused.py on a GPU. None where there are none."""
     weights = [x.data for x in module.parameters()]
     if all(x.device.type == "cpu" for x in weights):
         return frozen

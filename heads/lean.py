@@ -2,8 +2,8 @@
 
 A step of one row is little work in many operations: some sixty for one Llama layer in transformers, fewer than twenty here. Whether a
 decoder has the known structure (norm, attention with RoPE, norm, SwiGLU, two residuals) is decided from its modules, never from its
-name. It is used only where both compute the same states of the same rows. In half precision that alone would prove little: a window that
-leaves some rows out changes states less than rounding may.
+name. The lean form is used only where it computes the same states of the same rows as those modules. In half precision this comparison
+proves little, because a window that hides some rows may change states less than rounding does. So a small copy is compared in float64.
 
 Shape suffixes: B batch, N rows.
 """
@@ -41,7 +41,7 @@ class Lean:
 
     @property
     def passes(self) -> str:
-        """By what a pass of few rows is computed."""
+        """What computes a pass of few rows, in words for reports."""
         return "C++, all layers in one call" if self.native is not None else "torch's operations, layer by layer"
 
     def __init__(self, decoder: Any, layers: list[frozen.Layer], rope: Rope, heads: tuple[int, int, int]) -> None:
@@ -76,8 +76,8 @@ class Lean:
 
 
 def lean(decoder: Any, own: bool = True) -> Lean | Fused | None:
-    """``decoder`` in lean form, on a GPU with fused kernels; None where its structure is another one, and its own modules must be called.
-    If the decoder is to be prepacked, call ``heads.prepack.prepack`` before. ``own``: its weights may be stored otherwise. The caller
+    """``decoder`` in lean form, on a GPU with fused kernels; None where its structure is not the known one: then call its own modules.
+    If the decoder is to be prepacked, call ``heads.prepack.prepack`` first. ``own``: its weights may be stored in another way. The caller
     checks that both compute the same (``heads.lm.Backbone.quicken``).
     """
     known = _known(decoder)
@@ -95,9 +95,9 @@ def lean(decoder: Any, own: bool = True) -> Lean | Fused | None:
 
 
 def stand_in(decoder: Any) -> Any:
-    """A narrow decoder in float64 of the same class, with the same settings and number of layers. In half precision the residual stream
-    hides what a class does otherwise in its attention; here a comparison shows it. Its weights are drawn anew, so that attention is sharp.
-    In float64 nothing is asked of the C++ library, which a machine with a GPU would compile for this alone.
+    """A narrow decoder of the same class in float64, with the same settings and number of layers. In half precision the residual stream
+    hides differences between two kinds of attention; in float64 a comparison shows them. The weights are random, and large enough for sharp
+    attention. float64 also never needs the C++ library, which a machine with a GPU would otherwise compile for this comparison alone.
     """
     config = copy.deepcopy(decoder.config.get_text_config())
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

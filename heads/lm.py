@@ -38,7 +38,7 @@ POSITIONS = -1  # memory layer that stores the positions of its rows (as keys) w
 
 
 class ReadsTokens:
-    """``begin`` and ``step`` of a drafter that reads tokens alone. A subclass implements ``states``."""
+    """``begin`` and ``step`` of a drafter that reads only tokens. A subclass implements ``states``."""
 
     unrolls = False
 
@@ -92,7 +92,7 @@ class Backbone:
 
     @property
     def passes(self) -> str:
-        """By what a pass of few rows is computed. Reports say it, because the choice hangs on what is installed and on measurements."""
+        """What computes a pass of few rows. Reports say it, because the choice depends on what is installed and on measurements."""
         return "the model's own modules" if self.lean is None else self.lean.passes
 
     @torch.no_grad()
@@ -128,9 +128,9 @@ class Backbone:
         return agree(said[0], said[1], self.module.dtype)
 
     def _same_in_float64(self) -> bool:
-        """The same of a small decoder of this class, where rounding hides nothing."""
+        """``_same`` for a small decoder of this class in float64, where rounding hides nothing."""
         if self.module.dtype == torch.float32:
-            return True  # it has been compared so itself
+            return True  # in fp32, comparing the decoder itself is exact enough
         small = Backbone(stand_in(self.module))
         found = lean(small.module)
         return found is not None and small._same(found)
@@ -171,8 +171,8 @@ class Backbone:
     def read(
         self, tokens_BN: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees, taps: Collection[int] = ()
     ) -> tuple[dict[int, Tensor], Tensor]:
-        """Read rows [B, N] behind those in ``memory`` and append their keys and values to it. Returns (tap -> the state after so many
-        layers, the final state), [B, N, D] each.
+        """Read rows [B, N] that follow those in ``memory``, and append their keys and values to it. Returns (tap k -> the state after k
+        layers, the final state), [B, N, D] each. The tap of the last layer is the final state.
         """
         if self.lean is not None:
             return self.lean.read(tokens_BN, positions_BN, memory, sees, taps)
@@ -249,7 +249,7 @@ class Backbone:
 
 
 def agree(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
-    """Whether two computations of the same states [.., D] in ``dtype`` differ by rounding alone: each of the states by its own length."""
+    """Whether two computations of states [.., D] in ``dtype`` differ only by rounding: each difference is small beside the state's norm."""
     return bool(((a - b).norm(dim=-1) <= max(1e-4, 16 * torch.finfo(dtype).eps) * a.norm(dim=-1).clamp(min=1e-6)).all())
 
 
@@ -282,8 +282,8 @@ def first_layers(model: Any, layers: int) -> tuple[nn.Module, nn.Module]:
 
 @torch.no_grad()
 def scale_of(norm: Any) -> Tensor:
-    """The factor [D] that an RMSNorm multiplies with: its weight, or weight + 1 in families that store it less one. Raises UserError for
-    other norms.
+    """The factor [D] that an RMSNorm multiplies by: its weight, or weight + 1 in families that store the factor minus 1. Raises UserError
+    for other norms.
     """
     weight = getattr(norm, "weight", None)
     if weight is not None:

@@ -33,7 +33,7 @@ class ResBlock(nn.Module):
 
 
 class Medusa(Drafter):
-    """``guesses``: number of depths it guesses; ``layers``: residual blocks per head; ``draft_vocab``: target ids of its heads."""
+    """``guesses``: number of depths; ``layers``: residual blocks per head; ``draft_vocab``: target ids that its heads can guess."""
 
     format = "medusa"
 

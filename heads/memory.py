@@ -18,7 +18,7 @@ from torch import Tensor
 from headstart.heads.visibility import MaskSees
 
 Segment = tuple[Tensor, Tensor]  # keys and values of the rows written by one call, [B, h, N, d] each
-GRAIN = 256  # rows: a memory of unknown length grows by at least so many
+GRAIN = 256  # rows: a memory of unknown length grows by at least this number
 
 
 class Room(NamedTuple):
@@ -34,7 +34,7 @@ class Room(NamedTuple):
 class Memory:
     """Keys and values per layer, in the order in which they were written: roots first, then nodes."""
 
-    single = False  # whether it holds one sequence in buffers, whose rows stand from slot 0 on
+    single = False  # True: it holds one sequence, in buffers whose rows start at slot 0
 
     def __init__(self) -> None:
         self.layers: dict[int, list[Segment]] = {}
@@ -68,17 +68,17 @@ class Memory:
             self.layers[layer] = [(k, v)]
 
     def sees_nodes(self, own_BEX: Tensor, chain: bool) -> MaskSees:
-        """Decoding: the rule for E nodes that are read next. They see all roots in memory. Of the X nodes of this round (the E themselves
-        last) they see those that ``own_BEX`` marks. ``chain``: it marks all.
+        """Decoding: the rule for E nodes that are read next. They see all roots in memory. Of the X nodes of this round, whose last E are
+        these nodes themselves, they see those that ``own_BEX`` marks. ``chain``: it marks all of them.
         """
         if chain:
             return MaskSees()
-        B, E, X = own_BEX.shape  # the maximum: a drafter without attention has written no rows
+        B, E, X = own_BEX.shape  # below, max(.., 0) is for a drafter without attention, whose memory has no rows
         return MaskSees(torch.cat([own_BEX.new_ones(B, E, max(self.rows() + E - X, 0)), own_BEX], dim=2))
 
 
 class Passing(Memory):
-    """A memory for a single call, which keeps nothing: each layer's rows are let go as soon as they are attended to."""
+    """A memory for a single call, which keeps nothing: each layer's rows are freed as soon as they are attended to."""
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> list[Segment]:
         return [(k, v)]
@@ -87,7 +87,7 @@ class Passing(Memory):
 class Slots(Memory):
     """A memory with preallocated buffers, for decoding one sequence: appending would copy the prefix at every step.
 
-    ``dtype``: of the stored rows, where another dtype is read faster (heads/orders.py); None: that in which they are written.
+    ``dtype``: that of the stored rows, for a dtype that is read faster (heads/orders.py); None: the dtype in which they are written.
     """
 
     single = True
@@ -98,7 +98,7 @@ class Slots(Memory):
         self.used: dict[int, int] = {}
 
     def reserve(self, rows: int) -> None:
-        """Make room for ``rows`` rows in total, so that the buffers do not grow, and move, in the meantime."""
+        """Allocate buffers for at least ``rows`` rows in total from now on, so that they need not grow, and thereby move, before that."""
         self.capacity = max(self.capacity, rows)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> list[Segment]:
@@ -112,7 +112,7 @@ class Slots(Memory):
         return [(keys[:, :, :stop], values[:, :, :stop])]
 
     def room(self, layer: int, rows: int) -> Room | None:
-        """As ``Memory.room``. None where the layer has no buffers yet, or no free slots for so many rows."""
+        """As ``Memory.room``. None where the layer holds no rows yet, or has too few free slots."""
         start = self.used.get(layer, 0)
         if not start:
             return None
@@ -166,7 +166,7 @@ class Beside(Memory):
         """As ``Memory.room``, where ``memory`` holds one sequence. Later rows use slots that stay free: the next rows overwrite them."""
         found = self.memory.room(layer, rows) if self.single else None
         if found is not None and layer in self.layers:
-            self.memory.rewind(found.stop - rows)  # all layers hold the roots, and no more
+            self.memory.rewind(found.stop - rows)  # keeps exactly the roots, in every layer
         elif found is not None:
             self.layers[layer] = [(found.keys[:, :, : found.stop], found.values[:, :, : found.stop])]
         return found

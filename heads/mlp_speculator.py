@@ -1,8 +1,8 @@
 """MLP speculator (Wertheimer et al., 2404.19124): a recurrent MLP with embeddings and output heads of its own.
 
 state_0 = h_t, state_k = GELU(LN_k(a P_k state_{k-1} + b E_k[x[t+k]])), logits H_k state_k (section 3), with n heads of width W,
-a = 0.5^(0.5 / n) and b = sqrt((1 - a^2) W / 2), so that h_t has half of the last state's magnitude. LN divides by the root mean square,
-then scales and shifts. As in engines, LN reads P state + (b / a) E, which gives the same result except for the epsilon of 1e-6.
+a = 0.5^(0.5 / n) and b = sqrt((1 - a^2) W / 2): as a^(2 n) = 1/2, h_t accounts for half of the last state's squared magnitude. LN divides
+by the root mean square, then scales and shifts. As in engines, LN reads P state + (b / a) E, which differs only by the epsilon of 1e-6.
 ``tie_weights``: one E, H and LN for all depths, and one P after the first. ``scale_input``: h_t is first divided by its root mean square
 and by sqrt(2).
 """
@@ -40,8 +40,8 @@ class Norm(RMSNorm):
 
 
 class MlpSpeculator(Drafter):
-    """``guesses``: number of depths it guesses; ``inner_dim``: W, by default the target's hidden size; ``draft_vocab``: target ids of its
-    heads. Raises UserError for tied weights with a single head.
+    """``guesses``: number of depths; ``inner_dim``: W, by default the target's hidden size; ``draft_vocab``: target ids that its heads can
+    guess. Raises UserError for tied weights with a single head.
     """
 
     format = "mlp_speculator"

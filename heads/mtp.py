@@ -3,10 +3,10 @@
 A module is proj([norm(embedding of x[t+1]); norm(h_t)]), one full decoder layer and a final norm. The target's frozen head reads its
 output, which is also the state for the next depth.
 
-With one module per depth, the module of depth d keeps its own keys and values, of the roots and of a node's ancestors. It projects all of
-them itself, from the inputs of those rows. That is Headstart's rule of what a node sees. DeepSeek's training differs in the earlier rows
-of the deeper modules: there, the row of t' in module k holds the token x[t'+k] and the state of module k-1. While decoding, these rows
-would have to be computed anew behind every verified token.
+With one module per depth, the module of depth d keeps its own keys and values of the roots and of a node's ancestors. It computes all of
+them itself, from the inputs of those rows: this follows Headstart's rule of what a node sees. DeepSeek's training differs in the earlier
+rows of the deeper modules: there, the row of t' in module k holds the token x[t'+k] and the state of module k-1. In decoding, these rows
+would have to be recomputed after every verified token.
 
 Shape suffixes: B batch, N rows, D hidden, V rows of the head (the draft vocabulary where it is trimmed).
 """
@@ -88,7 +88,7 @@ class Mtp(Drafter):
         self.stages = nn.ModuleList(Module(shape, heads, kv_heads, width) for _ in range(modules))
         self.rope = Rope(shape.rope, shape.head_dim, shape.max_positions)
         self.register_buffer("draft_ids", check_ids(draft_vocab, shape.vocab_size), persistent=False)
-        self._head: list[Tensor] = []  # in a list, as the target's ends, so that it is no weight of ours
+        self._head: list[Tensor] = []  # a list, so that torch does not register it as our weight
 
     def attach(self, ends: TargetEnds) -> None:
         """Also selects the rows of the target's head that are used."""

@@ -1,7 +1,7 @@
 """Products and decoder layers of few rows on a CPU, in C++ (heads/native.cpp), which is compiled for this processor when first needed.
 
-It takes a C++ compiler (g++) and some seconds, once: the library is kept in the cache folder. Where there is none, or it fails, torch's
-operations are taken, and the log says so once. (The attention of training is there too: heads/native_flash.py.)
+Compiling takes a C++ compiler (g++) and some seconds, once: the library is kept in the cache folder. Where there is no compiler, or it
+fails, torch's operations are used, and the log says so once. (The library also has training's attention: heads/native_flash.py.)
 
 Shape suffixes: B batch, N rows of any kind, V rows of a matrix, H its columns (the width of an input), d head size.
 """
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("native.cpp")
 FLAGS = ["-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-c"]
-SECONDS = 120  # after which the compiler is given up
+SECONDS = 120  # time limit of the compiler
 PANEL, PAIRS = 16, 4  # V must be a multiple of the first, H of the second
 DTYPES, HALF = {torch.float32: "fp32", torch.bfloat16: "bf16"}, "half"
 POINTER, LONG, DOUBLE = ctypes.c_void_p, ctypes.c_long, ctypes.c_double
-MANY = 2  # inputs of a layer, read side by side
+MANY = 2  # most inputs of a layer, which are read side by side
 
 
 class Unavailable(Exception):
@@ -49,7 +49,7 @@ class Unavailable(Exception):
 
 
 def library() -> ctypes.CDLL | None:
-    """The compiled functions; None, which is said in the log once, where they cannot be had."""
+    """The compiled functions. None where they are not available: the log then says why, once."""
     return found if isinstance(found := searched(), ctypes.CDLL) else None
 
 
@@ -75,8 +75,8 @@ def _open(path: Path) -> ctypes.CDLL:
 
 
 def _right(found: ctypes.CDLL) -> ctypes.CDLL:
-    """The library, after products of whole numbers, which are exact, for all numbers of rows that are multiplied at a time. Raises
-    Unavailable where it is wrong.
+    """The library, after a test: products whose sums are exact in fp32, with 1 to 13 rows, must be right. Raises Unavailable where one of
+    them is wrong.
     """
     x_NH, weight_VH = torch.arange(-26.0, 26.0).view(13, 4), torch.arange(-8.0, 56.0).view(16, 4)
     for weight in (weight_VH, weight_VH + 2**-9, weight_VH.bfloat16()):
@@ -87,7 +87,7 @@ def _right(found: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def apart(check: Callable[[], Any]) -> Any:
-    """The answer of ``check`` on a thread of its own: no mode reaches it in which its caller may be (inference, autocast, counting)."""
+    """The result of ``check`` on a thread of its own, which the caller's modes (inference, autocast, counting) do not reach."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(check).result()
 
@@ -104,7 +104,7 @@ def _compiled() -> Path:
     key = hashlib.sha256(b"\0".join(about)).hexdigest()[:32]
     folder = _own(cache_folder() / "native")
     path = folder / f"{key}.so"
-    if not path.is_file() or not path.stat().st_size:  # empty where a machine was lost before it was on disk
+    if not path.is_file() or not path.stat().st_size:  # empty if the machine crashed before the file was on disk
         log.info("compiling %s for this processor, once", SOURCE.name)
         with tempfile.TemporaryDirectory(dir=folder) as beside:
             made = [str(Path(beside, name)) for name in ("native.o", "native.so")]
@@ -116,7 +116,7 @@ def _compiled() -> Path:
 
 
 def _own(folder: Path) -> Path:
-    """A folder that nobody else may write: what lies there is run. Raises Unavailable where it is another's."""
+    """Make ``folder`` if needed. Raises Unavailable where others may write to it, because the library in it is executed."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as e:
@@ -138,7 +138,7 @@ def _run(command: Sequence[str]) -> str:
 
 
 def _processor() -> bytes:
-    """What -march=native looks at: homes are shared by machines of several kinds."""
+    """The processor's features, on which -march=native depends: machines of several kinds may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()
     except OSError:
@@ -150,14 +150,14 @@ def _processor() -> bytes:
 
 
 def packable(weight_VH: Tensor) -> bool:
-    """Whether there is a product for such a matrix here."""
+    """Whether ``linear`` supports such a matrix on this machine."""
     V, H = weight_VH.shape
     return weight_VH.dtype in DTYPES and V % PANEL == 0 and H % PAIRS == 0 and library() is not None
 
 
 def pack(weight_VH: Tensor) -> Tensor:
-    """The matrix as the products read it, [V / 16, H, 16]: sixteen outputs of one input side by side. (In bfloat16, of two inputs in turn.)
-    Where bfloat16 holds all numbers of an fp32 matrix exactly, as in a model that was saved so, half the memory: [V / 16, H, 8].
+    """The matrix as ``linear`` reads it, [V / 16, H, 16]: sixteen outputs of one input side by side (in bfloat16: of two inputs in turn).
+    An fp32 matrix that bfloat16 holds exactly, as in a model that was saved in bfloat16, takes half the memory: [V / 16, H, 8] of fp32.
     """
     V, H = weight_VH.shape
     if weight_VH.dtype == torch.float32:
@@ -169,7 +169,7 @@ def pack(weight_VH: Tensor) -> Tensor:
 
 
 def _name(packed: Tensor) -> str:
-    """Of the functions for such a matrix."""
+    """The last part of the names of the C++ functions for this matrix."""
     return DTYPES[packed.dtype] if packed.shape[2] == PANEL else HALF
 
 
@@ -190,7 +190,7 @@ def _multiply(found: Any, x: Tensor, packed: Tensor, bias_V: Tensor | None) -> T
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dimension, for few rows: it runs on one thread."""
+    """RMSNorm of ``x`` [.., H] over the last dimension, for few rows: it runs on one thread."""
     x = x.contiguous()
     out, size = torch.empty_like(x), weight.numel()
     getattr(library(), f"norm_{DTYPES[x.dtype]}")(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // size, size, eps)
@@ -227,7 +227,7 @@ class Layers:
     """Decoder layers in a row, each of which reads the output of the one before, as one call."""
 
     def __init__(self, abouts: list[_Layer], kept: list[Tensor], name: str) -> None:
-        """``kept``: the tensors that ``abouts`` points to. ``name``: of the functions for the layers' matrices."""
+        """``kept``: the tensors that ``abouts`` points to. ``name``: see ``_name``."""
         self.abouts, self.kept, self.name, self.count = abouts, kept, name, len(abouts)
         self.dtype, self.width = kept[0].dtype, abouts[0].hidden
         self._reads = getattr(library(), f"stack_{name}")
@@ -235,7 +235,7 @@ class Layers:
 
     @staticmethod
     def joined(layers: Sequence[Layers | None]) -> Layers | None:
-        """All these layers as one call; None where some are of another kind, or differ in kind."""
+        """All these layers as one call. None where one of them is None or has several inputs, or where they differ in kind."""
         known = [each for each in layers if each is not None]
         kinds = {(each.name, each.abouts[0].hidden, each.abouts[0].inputs) for each in known}
         if len(known) < len(layers) or len(kinds) != 1 or known[0].abouts[0].inputs != 1:
@@ -247,8 +247,8 @@ class Layers:
         wanted: Collection[int] = (),
     ) -> dict[int, Tensor]:  # fmt: skip
         """Read ``inputs`` and ``residual``, [B, N, D] each. Returns the outputs of the layers ``wanted`` (the first is 0) and of the last
-        one. ``rooms``: of each layer, where the rows' keys and values are written; in all layers the same slots. ``bias``: the additive
-        mask, [B or 1, 1, N, slots seen], or None. ``cos_sin``: [B or 1, ..]. Raises RuntimeError for inputs of another width.
+        one. ``rooms``: for each layer, where the keys and values of the rows are written: the same slots in all layers. ``bias``: the
+        additive mask, [B or 1, 1, N, slots seen], or None. ``cos_sin``: [B or 1, 1, N, d]. Raises RuntimeError for inputs of another width.
         """
         if any(x.shape != residual.shape or x.shape[2] != self.width for x in (*inputs, residual)):
             raise RuntimeError(f"inputs of {[tuple(x.shape) for x in inputs]} for layers that are {self.width} wide")
@@ -274,9 +274,9 @@ class Layers:
 def layer(
     norms: Sequence[Any], products: Sequence[Any], head_norms: Sequence[Any], norm_after: Any, sizes: tuple[int, int, int]
 ) -> Layers | None:
-    """A decoder layer, or None where it is of another kind. ``norms``: of the inputs; ``norm_after``: before the MLP; both and
-    ``head_norms`` as ``frozen.Norm`` or an identity. ``products``: of queries, keys and values; of the output; of gate and up; of down,
-    as ``frozen.Product``. ``sizes``: heads, key-value heads, head size.
+    """A decoder layer in C++; None where it is not of the supported kind. ``norms``: those of the inputs; ``norm_after``: the one before
+    the MLP; like ``head_norms``, each is a ``frozen.Norm`` or an identity. ``products``: four ``frozen.Product``: for queries, keys and
+    values; for the output; for gate and up; for down. ``sizes``: heads, key-value heads, head size.
     """
     weights = [each.packed for each in products]
     if any(w is None or w.dim() != 3 or each.since > 1 for w, each in zip(weights, products, strict=True)):

@@ -1,6 +1,6 @@
 """Causal flash attention of training on a CPU, in C++ (heads/native_flash.h).
 
-Both passes are operations of torch, so that they are counted (trainers/operations.py) and stand in traces.
+Both passes are operations of torch, so that they are counted (trainers/operations.py) and appear in traces.
 
 Shape suffixes: B batch, h attention heads, g key-value heads (h is a multiple), N rows, d head size.
 """
@@ -41,8 +41,9 @@ class _Flash(ctypes.Structure):
 
 
 def takes(q: Tensor) -> bool:
-    """Whether these queries are computed here. Wide heads in bfloat16 are not: torch has the processor multiply bfloat16, which is as fast
-    from 128 on. A tensor of a subclass may have no values, and torch.compile cannot follow.
+    """Whether attention of these queries is computed here. Not with heads wider than 64 in bfloat16: torch uses the processor's bfloat16
+    products, which are as fast from 128 on. Not for a subclass of Tensor, which may have no values. Not under torch.compile, which cannot
+    trace the calls.
     """
     if torch.compiler.is_compiling():
         return False
@@ -52,7 +53,7 @@ def takes(q: Tensor) -> bool:
 
 @functools.cache
 def _right() -> bool:
-    """Whether there is a library that computes what a softmax in float64 says."""
+    """Whether there is a library, and its results agree with a softmax in float64."""
     if native.library() is None:
         return False
     right = native.apart(_as_in_float64)

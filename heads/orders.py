@@ -1,7 +1,7 @@
-"""In which order a frozen matrix is stored on a CPU: each is timed when a model is prepacked, and the fastest is kept.
+"""The order in which a frozen matrix is stored on a CPU: all orders are timed when a model is prepacked, and the fastest is kept.
 
 torch multiplies by a matrix as it lies in memory (``dense``). In half precision oneDNN then reorders it at every call; in fp32 MKL uses
-slow kernels on some processors. A decoding step does little but read matrices, so their order changes its speed several times over.
+slow kernels on some processors. A decoding step does little but read matrices, so their order can make it several times faster.
 There are two others: oneDNN's own (``onednn``), and the panels of heads/native.cpp (``panels``). Which is faster depends on the
 processor, the shape, the dtype and the number of rows (benchmarks/prepack.py). So nothing is assumed: when a model is prepacked, a
 product of each shape is timed in all orders for some milliseconds.
@@ -40,7 +40,7 @@ def is_packed(weight: Tensor) -> bool:
 
 
 def packed_product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    if torch.compiler.is_compiling():  # it rejects these calls in code of ours
+    if torch.compiler.is_compiling():  # torch.compile cannot trace these calls
         return _uncompiled(x, packed, bias)
     if not packed.is_mkldnn:
         return native.linear(x, packed, bias)
@@ -64,7 +64,7 @@ def dense_on_cpu(weight: Tensor) -> bool:
 
 
 def packers(weight: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:
-    """The other orders in which the matrix can be stored here, and the function that stores it so."""
+    """Order -> the function that stores the matrix in it, for each order other than ``dense`` that is possible on this processor."""
     found: dict[str, Callable[[Tensor], Tensor]] = {}
     if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         half: bool = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -77,8 +77,8 @@ def packers(weight: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:
 
 def in_order(weight: Tensor) -> tuple[Tensor | None, float]:
     """(the prepacked matrix, the number of rows from which it is faster; 1: always), or (None, inf) where it never is. A matrix of more
-    than ``SMALL`` bytes is not kept in both orders: it gets the one that is faster on average. So does one in panels, which may be
-    ``WORTH`` times as slow as the others: a layer with all its matrices in panels is a single call.
+    than ``SMALL`` bytes is not kept in both orders: it gets the one that is faster on average. Panels are taken for all numbers of rows,
+    if on average they are less than ``WORTH`` times as slow as the best other order: a layer with all matrices in panels is a single call.
     """
     key = (*weight.shape, weight.dtype, torch.get_num_threads())
     if key not in TIMES:
@@ -121,8 +121,8 @@ def _shorter(a: Times, b: Times) -> Times:
 @torch.no_grad()
 def measured(weight: Tensor) -> Times:
     """How long products by this matrix take, for each of ``ROWS``. All orders are timed in turn, because a machine's speed changes within
-    milliseconds. They cycle through more matrices than the near caches hold, because a decoding step reads each matrix once. What calling a
-    product in panels takes beside its work is subtracted: layers in panels are a single call.
+    milliseconds. They cycle through more matrices than the near caches hold, because a decoding step reads each matrix once. For panels,
+    the overhead of the call is subtracted, because a layer in panels is a single call.
     """
     dense = [weight.clone() for _ in range(max(1, min(RING // (weight.numel() * weight.element_size()), LAYERS)))]
     ways: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {DENSE: (lambda x, each, _: F.linear(x, each), dense)}

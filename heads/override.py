@@ -11,5 +11,5 @@ def quoted(value: str) -> str:
 
 
 def typed(value: str) -> str:
-    """The value as a user types it behind ``key=`` in our commands: quoted only where Hydra would not read it literally."""
+    """The value as a user types it after ``key=`` in our commands: quoted only where Hydra would not read it literally."""
     return value if re.fullmatch(r"[\w./:@+=-]+", value) else quoted(value)

@@ -1,4 +1,4 @@
-"""Processes that end with their parent, however that ended. (On Linux only: other systems do not support it, and they go on.)"""
+"""Processes that end when their parent ends, for whatever reason. (On Linux only: on other systems they keep running.)"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _tying: list[Callable[[], object]] = []  # called in each process that is forked
 
 
 def with_its_parent(sign: int = signal.SIGTERM) -> Callable[[], object] | None:
-    """The function for a child to call, so that it gets ``sign`` when its parent ends. None where the system does not support it."""
+    """A function that a child calls to get the signal ``sign`` when its parent ends. None where the system does not support it."""
     call, parent = getattr(ctypes.CDLL(None), "prctl", None), os.getpid()
 
     def tie() -> None:

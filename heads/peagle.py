@@ -1,13 +1,13 @@
 """P-EAGLE (2602.01469): EAGLE-3's module that guesses all depths in one pass.
 
-Depth 1 of root t is EAGLE's own: a row that reads x[t+1] and the tapped states, and that stays in memory. Depths 2..K are rows that
-know neither token nor state. They read a learned token vector (or the embedding of ``mask_token``: only then vLLM loads the folder)
-and learned states (before ``fc``), at positions t+1..t+K-1. They see the rows of the roots up to t and their own earlier rows, and are
-forgotten afterwards. ``step`` reads the row of its depth.
+Depth 1 of root t is EAGLE's own: a row that reads x[t+1] and the tapped states, and that stays in memory. Depths 2..K are rows without a
+known token or state. Instead they read a learned token vector (or the embedding of ``mask_token``: only then vLLM loads the folder) and
+learned states (before ``fc``), at positions t+1..t+K-1. They see the rows of the roots up to t and the earlier rows of their own root, and
+are forgotten afterwards. ``step`` reads the row of its depth.
 
-The paper trains depth 1 at every position and a share r^d of them at depth d (section 3). So does this at depth 1, whose rows are
-computed anyway; deeper, each root that is drawn (``anchors``) trains all its depths: chains stay whole, and what is trained is what is
-decoded.
+The paper trains depth 1 at every position, and each further depth at a smaller random share of the positions (section 3). Here too, depth 1
+is trained at every position, because its rows are computed anyway. The deeper depths are trained together, at roots that are drawn at
+random (``anchors``): chains stay whole, so what is trained is what is decoded.
 
 Shape suffixes: B batch, T roots, A asked roots, N nodes, D hidden.
 """
@@ -28,8 +28,8 @@ from headstart.heads.visibility import BlockSees, Sees, blocks_of
 
 
 class Peagle(Eagle, without=("norm_output", "norm_before_fc", "norm_before_residual")):
-    """``depth``: guesses per root. ``mask_token``: the token whose embedding is the mask; None: a learned vector. ``anchors``: roots of a
-    row that are trained at a time. Raises UserError for settings that do not fit the target or, with ``mask_token``, the engines.
+    """``depth``: guesses per root. ``mask_token``: the token whose embedding is the mask; None: a learned vector. ``anchors``: roots that a
+    training step draws from each batch row. Raises UserError for settings that do not fit the target or, with ``mask_token``, the engines.
     """
 
     format = "native"
@@ -60,7 +60,7 @@ class Peagle(Eagle, without=("norm_output", "norm_before_fc", "norm_before_resid
         if not len(depths):
             return Draft(first, first, first_BTH=everywhere.hidden_BNH)
         positions_BA = roots.positions_BT.gather(1, ask_BA)
-        unknown = self._feature(self.mask_hidden[0, 0].chunk(len(self.taps)))  # of a root that does not exist yet
+        unknown = self._feature(self.mask_hidden[0, 0].chunk(len(self.taps)))  # in the place of a future root's tapped states
         state = []
         for ask_Ba, positions_Ba in zip(blocks_of(ask_BA), blocks_of(positions_BA), strict=True):
             positions_BN = (positions_Ba[..., None] + depths).flatten(1)

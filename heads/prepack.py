@@ -70,8 +70,8 @@ class Prepacked(nn.Linear):
 
 
 class Part(nn.Module):
-    """Takes the place of a layer whose matrix is now some rows of a joined one. Layers that read the same tensor one after the other share
-    one product.
+    """Takes the place of a layer whose matrix is now some rows of a joined one. The layers of a joined matrix share one product, because
+    they read the same tensor one after the other.
     """
 
     def __init__(self, whole: Prepacked, rows: slice, last: bool) -> None:
@@ -138,8 +138,9 @@ def prepack(model: nn.Module) -> None:
 
 
 def _join(owner: nn.Module, names: Sequence[str]) -> None:
-    """Replace these linear layers of ``owner`` by one joined product. Does nothing where their inputs, dtypes or biases differ in kind, or
-    where the joined matrix cannot be prepacked. (Each of them need not be: few key-value heads can be too few rows for a panel.)
+    """Replace these linear layers of ``owner`` by one joined product. Does nothing where their input widths or dtypes differ, where only
+    some have a bias, or where the joined matrix cannot be prepacked. (A single matrix may be too small for that: few key-value heads do
+    not fill a panel.)
     """
     layers: list[Any] = [getattr(owner, name) for name in names]
     if len({(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in layers}) > 1:

@@ -20,7 +20,7 @@ from headstart.heads.vocab import OutputHead
 
 
 class ReDrafter(Drafter):
-    """``layers``: residual blocks before the output head; ``draft_vocab``: target ids of the head."""
+    """``layers``: residual blocks before the output head; ``draft_vocab``: target ids that the head can guess."""
 
     def __init__(self, shape: TargetShape, *, layers: int = 1, draft_vocab: list[int] | None = None) -> None:
         super().__init__(shape)

@@ -30,7 +30,7 @@ WEIGHTS, CONFIG = "model.safetensors", "config"  # what is digested: the weights
 
 
 def tokenizer_sha(tokenizer: Any) -> str:
-    """SHA-256 of a tokenizer's vocabulary, for what fits one tokenizer only: drafters, and a target's answers. "none" for None."""
+    """SHA-256 of a tokenizer's vocabulary. Drafters and a target's answers fit only a tokenizer with the same one. "none" for None."""
     if tokenizer is None:
         return "none"
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
@@ -100,7 +100,7 @@ def check(drafter: Drafter, fmt: Any, config: Mapping[str, Any], tensors: Mappin
     values = {key: [value] for key, value in wanted.items() if key not in FREE}
     values["architectures"] = [[name] for name in getattr(fmt, "ARCHITECTURES", wanted["architectures"])]
     for key, known in values.items():
-        if key in theirs and not any(alike(theirs[key], value) for value in known):  # a missing key changes the digest
+        if key in theirs and not any(alike(theirs[key], value) for value in known):  # a missing key is found by the digest
             raise UserError(
                 f"{path} contradicts itself: {key} is {shown(theirs[key])} for engines, {shown(known[0])} by the headstart block"
             )

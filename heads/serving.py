@@ -22,7 +22,7 @@ from headstart.heads.engines import serves
 from headstart.heads.override import typed
 
 OURS = "Headstart"
-# Words in a drafter's path by which vLLM (0.33: config/speculative.py) chooses a method, whatever it is told, and the methods it keeps.
+# Words in a drafter's path by which vLLM (0.33: config/speculative.py) chooses the method, unless the command asks for one of KEPT.
 GUESSED, KEPT = re.compile("eagle-|eagle3|dflash|dspark"), ("eagle", "eagle3", "dflash", "dspark")
 # DeepSeek's yarn with an mscale: earlier releases ignore it in drafters, so that queries and keys become 1.37 times as large.
 MSCALE = {"vLLM": "0.32 or newer", "SGLang": "0.5.23 or newer"}
@@ -47,8 +47,8 @@ class Serving(NamedTuple):
 
 
 def serving(drafter: Drafter, target: str, folder: str, depth: int, attention: str = "sdpa") -> Serving:
-    """``target``, ``folder``: a path or a name on the hub, as the commands shall contain them. ``depth``: of the chains that engines draft;
-    limited to the drafter's own. ``attention``: the target's implementation, for our own commands.
+    """The commands that serve a saved drafter. ``target``, ``folder``: a path or a name on the hub, as the commands name it. ``depth``: the
+    length of the chains that engines draft, limited to the drafter's. ``attention``: the target's implementation, for our own commands.
     """
     fmt = importlib.import_module(f"headstart.heads.formats.{drafter.format}")
     known: list[Command] = [] if drafter.unserved else fmt.serving(drafter, target, folder, min(depth, drafter.max_depth or depth))
@@ -63,7 +63,7 @@ def serving(drafter: Drafter, target: str, folder: str, depth: int, attention: s
 
 
 def _scaled_otherwise(rope: Mapping[str, Any]) -> bool:
-    """Whether SGLang (0.5.23: rotary_embedding/factory.py) scales queries and keys otherwise: it reads no attention_factor of a yarn."""
+    """Whether SGLang (0.5.23: rotary_embedding/factory.py) scales queries and keys differently: it ignores yarn's attention_factor."""
     factor = rope.get("attention_factor") if rope.get("rope_type") == "yarn" else None
     return factor is not None and abs(factor - (0.1 * log(max(rope["factor"], 1.0)) + 1)) > 1e-3
 
@@ -92,8 +92,8 @@ def own(target: str, folder: str, attention: str) -> list[Command]:
 
 
 def vllm(target: str, folder: str, method: str, guesses: int, needs: str, **more: Any) -> Command:
-    """The command for vLLM. It always states the method, because vLLM would otherwise guess it from words in the path. Of most methods vLLM
-    guesses even so: then the command names a link without such words.
+    """The command for vLLM. It always states the method, because vLLM would otherwise guess it from words in the path. For methods that are
+    not in ``KEPT``, vLLM guesses all the same: there the command makes a link to the folder, whose name has no such word.
     """
     misleading = method not in KEPT and GUESSED.search(folder.lower())
     config = {"method": method, "model": "draft" if misleading else folder, "num_speculative_tokens": guesses, **more}
@@ -118,7 +118,7 @@ def sglang_chain(target: str, folder: str, algorithm: str, guesses: int, needs: 
 
 def tensorrt_llm(target: str, folder: str, guesses: int, needs: str, **more: Any) -> Command:
     """The command for TensorRT-LLM to draft with an EAGLE-3 folder. It reads its settings from a file, which the command writes first.
-    The type and the folder's key have the older of two names, which newer releases take as well: 1.2.1 refuses the type ``Eagle3``.
+    The decoding type and the folder's key have older names here, which newer releases accept too: 1.2.1 refuses the type ``Eagle3``.
     """
     asked = {"speculative_config": {"decoding_type": "Eagle", "max_draft_len": guesses, "speculative_model_dir": folder, **more}}
     file = "speculative.yaml"  # JSON is valid YAML

@@ -148,8 +148,8 @@ def check_model(folder: Path) -> dict[str, Any]:
 
 
 def check_types(folder: Path, tables: re.Pattern[str]) -> None:
-    """Raises UserError for a tensor of a local model whose dtype is not one of weights, because transformers would silently cast integers.
-    ``tables``: matches names of tensors that are no weights.
+    """Raises UserError for a tensor of a local model whose dtype is not in ``STORED``, because transformers would silently cast integers.
+    ``tables``: matches the names of tensors that are not weights.
     """
     for path in model_files(folder):
         with safe_open(path, framework="pt") as file:

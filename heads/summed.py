@@ -1,8 +1,8 @@
 """Gradients of weights that several depths read: added up within the matrix products that make them.
 
-Autograd makes one gradient for each use of a weight and adds them. Of an unroll of seven depths these are six additions per matrix, each of
-which reads two matrices and writes one: 4.9 of the 69 ms that an H100 computed of an EAGLE-3 step (EXPERIMENTS.md). A product can add to
-what is there for less.
+Autograd makes one gradient for each use of a weight and then adds them. An unroll of seven depths takes six additions per matrix, each of
+which reads two matrices and writes one: 4.9 of the 69 ms of kernels in an EAGLE-3 step on an H100 (EXPERIMENTS.md). A matrix product that
+adds to an existing sum is cheaper.
 
 Shape suffixes: R rows, I input width, O output width.
 """
@@ -20,14 +20,14 @@ from torch.autograd.function import once_differentiable
 
 from headstart.heads.layers import autocasts
 
-LARGE = 1 << 18  # numbers of a weight: the additions of smaller ones take less time than the calls here
+LARGE = 1 << 18  # numbers in a weight: for smaller weights, the additions take less time than the calls here
 
 
 @contextmanager
 def summed(model: nn.Module) -> Iterator[None]:
-    """Inside, the large linear layers of ``model`` work so: whatever is computed inside, and differentiated then or later, by whole
-    backward passes. (A pass to some inputs alone would leave its sums to the next one.) Layers of other classes, with a ``forward`` or
-    hooks of others, with sharded weights, or without gradients stay as they are.
+    """Whatever the large linear layers of ``model`` compute inside this context gets its weight gradients this way. The backward pass may
+    come later, but must be a whole one: a pass to some inputs only would leave its sums to the next pass. Layers of other classes, with a
+    replaced ``forward`` or hooks, with sharded weights, or without gradients stay as they are.
     """
     layers = [m for m in model.modules() if _plain(m)]
     try:

@@ -21,8 +21,8 @@ class Unembedding:
     ``correction_VR`` adds R columns, for the last R numbers of hidden: a low-rank bias that depends on the tokens before
     (DSpark's, Domino's). It is kept apart because the matrix is mostly the target's own, which is never copied.
 
-    ``candidates``: the correction only orders so many tokens anew, the likeliest ones before it (DFlash 2's selector). All others are
-    never guessed: their logits are -inf. None: it is added to the logits of all tokens.
+    ``candidates``: the correction only reranks this number of tokens, the likeliest ones without it (DFlash 2's selector). All others
+    are never guessed: their logits are -inf. None: the correction is added to the logits of all tokens.
     """
 
     weight_VH: Tensor
@@ -52,11 +52,11 @@ class Unembedding:
         return list(hidden_BNH.split([block.shape[1] for block in self.blocks], dim=-1))
 
     def uncorrected(self) -> Unembedding:
-        """The same without the correction: it gives the logits before the drafter knows the tokens before."""
+        """The same without the correction: its logits do not depend on the guesses before."""
         return Unembedding(self.weight_VH, self.ids_V)
 
     def to_target(self, logits_BNV: Tensor, vocab_size: int) -> Tensor:
-        """Logits spread over the target's vocabulary. Tokens that the drafter cannot guess get -inf."""
+        """Logits spread over the target's vocabulary, [.., vocab_size]. Tokens that the drafter cannot guess get -inf."""
         if self.ids_V is None:
             return logits_BNV
         full = logits_BNV.new_full((*logits_BNV.shape[:-1], vocab_size), -torch.inf)

@@ -37,8 +37,9 @@ def unroll(
     (for drafters that make all depths in ``begin``, whose steps see no other root). ``closed_form=False`` uses the dense mask, as the
     reference. Rows whose chain leaves their document hold meaningless values: no row sees them, and they are never supervised.
     ``checkpointing``: activations within a depth are not kept but computed again in the backward pass (1604.06174). ``memory``: an empty
-    one, for callers that want to inspect it afterwards. ``detach``: a depth learns nothing through the drafts of the depth before, whose
-    states it reads as they are (2408.15766). What earlier depths left in memory is made of such states, and teaches the weights alone.
+    one, for callers that want to inspect it afterwards. ``detach``: no gradient flows into the draft of the depth before, whose state is
+    read as a constant (2408.15766). Keys and values of earlier depths in memory still pass gradients to the weights, but no further.
+    Raises RuntimeError for a drafter that was prepacked for decoding.
     """
     if torch.is_grad_enabled() and drafter._size:  # no gradient would reach the layers
         raise RuntimeError("a drafter that was prepacked for decoding cannot be trained: load it anew")
@@ -50,7 +51,7 @@ def unroll(
     def asked(x_BT: Tensor) -> Tensor:
         return x_BT if ask_BA is None else x_BT.gather(1, ask_BA)
 
-    # under checkpointing, depths are computed again later, behind this scope
+    # not under checkpointing, where depths are computed again later, outside this context
     with nullcontext() if checkpointing or not torch.is_grad_enabled() else summed(drafter):
         drafts = [made(partial(drafter.begin, roots, sees=sees, ask=ask_BA))]
         for d in range(2, depth + 1):
@@ -67,7 +68,7 @@ def _detached(draft: Draft) -> Draft:
 
 
 def _again(call: Callable[[Memory], Draft], memory: Memory, somewhere: Tensor) -> Draft:
-    """Run the call under checkpointing, on a copy of ``memory``, because it runs twice. The rows of its first run go to ``memory``.
+    """Run the call under checkpointing, on a copy of ``memory``, because the call runs twice. ``memory`` gets the rows of the first run.
 
     ``somewhere``: a tensor on the device whose random numbers must be the same in both runs.
     """

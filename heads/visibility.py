@@ -1,11 +1,12 @@
-"""Who sees whom: the one visibility rule, which is turned into masks and closed forms only here, and the attention that follows it.
+"""Who sees whom: the one visibility rule, and the attention that follows it. Only here the rule becomes a mask or a closed form (and in
+heads/kinds.py, for layers with windows or chunks).
 
 A node sees the roots up to its own root, and its own ancestors, nothing else. The rule has one class for each situation:
 
 - ``ChainSees``: training grows a chain from every root at once: a causal block over the roots plus one diagonal per earlier depth.
 - ``MaskSees``: decoding grows a small tree from the last root: a dense boolean mask.
 - ``CausalSees``: new roots at the end of memory see all rows before them; ``LaterSees`` is the same for several sequences.
-- ``BlockSees``: a drafter that guesses all depths at once hangs a block of rows on a root: it sees what the root sees, and itself.
+- ``BlockSees``: a drafter that guesses all depths at once adds a block of rows to a root: the block sees what the root sees, and itself.
 
 Shape suffixes: B batch, h attention heads, T roots, N rows of any kind, M rows in memory, d head size, A asked roots.
 """
@@ -24,7 +25,7 @@ from torch import Tensor
 from headstart.heads.chain_attention import ChainAttention
 from headstart.heads.flash import Cuts, cuts_of, flash_behind, has_flash
 
-KEPT = 64  # rows: on a CPU, masks of up to so many rows are cached for the next pass
+KEPT = 64  # most rows of a short pass, as in decoding: on a CPU its masks are cached for the next pass
 
 
 class Sees(ABC):
@@ -58,7 +59,9 @@ class Sees(ABC):
         """The rule as a boolean mask [B or 1, 1, rows, memory]; None where everything is visible."""
 
     def seen_by(self, ask_BA: Tensor, memory: int) -> Tensor | None:
-        """The rows ``ask_BA`` of the rule, [B, A, memory], for a call that reads roots; None where everything is visible."""
+        """The rows ``ask_BA`` of the boolean mask, [B, A, memory]; None where everything is visible. Raises TypeError for rules whose rows
+        are not roots.
+        """
         raise TypeError(f"{type(self).__name__}: its rows are no roots, nothing hangs on them")
 
 
@@ -182,7 +185,7 @@ class ChainSees(Sees):
 
     documents_BT: Tensor | None = None  # number of each root's document; documents are contiguous. None: each batch row is one
     depth: int = 1
-    closed_form: bool = True  # False: the dense mask, which tests take as the reference
+    closed_form: bool = True  # False: the dense mask, the reference in tests
     cuts: Cuts | None = None  # borders of the documents (heads/flash.py)
 
     def __post_init__(self) -> None:
@@ -226,8 +229,8 @@ class BlockSees(Sees):
     A row sees what its root sees (``roots``: the rule of the call that read the roots) and its own block: up to itself
     (``causal``) or all of it. Blocks do not see each other. Their rows are the last in memory.
 
-    ``window``: of its roots a row sees the last ones alone, those that lie less than so many positions before the row (``slides``) or up
-    to so many before the block. The block itself lies within any window.
+    ``window``: a row sees only the roots that lie less than ``window`` positions before the row (``slides``), or at most ``window``
+    positions before its block (not ``slides``). The window never hides rows of the block. None: no window.
     """
 
     roots: Sees
@@ -240,7 +243,7 @@ class BlockSees(Sees):
     def dense(self, rows: int, memory: int, device: torch.device | str) -> Tensor | None:
         B, A = self.ask_BA.shape
         seen_BAM = self.roots.seen_by(self.ask_BA, memory - rows)
-        near = self.window is None or memory - rows <= self.window - self.slides * self.slots  # no root is outside of it
+        near = self.window is None or memory - rows <= self.window - self.slides * self.slots  # no root lies outside the window
         if seen_BAM is None:
             if A == 1 and not self.causal and near:
                 return None
@@ -255,7 +258,7 @@ class BlockSees(Sees):
         return torch.cat([seen_BASM.flatten(1, 2), own.expand(B, -1, -1)], dim=2)[:, None]
 
     def _within(self, seen_BAM: Tensor) -> Tensor:
-        """The window as a mask, [B, A, slots or 1, M]. A root lies as far before the block as there are seen roots from it on."""
+        """The window as a mask, [B, A, slots or 1, M]. A root's distance to the block is the number of seen roots from that root on."""
         assert self.window is not None
         before_BAM = seen_BAM.flip(-1).cumsum(-1).flip(-1)  # 1: the root that the block hangs on
         if not self.slides:
@@ -264,7 +267,7 @@ class BlockSees(Sees):
 
 
 def blocks_of(ask_BA: Tensor) -> tuple[Tensor, ...]:
-    """The asked roots [B, A] in groups of 32 blocks. A dense mask multiplies all blocks of a call with each other, although they see
-    nothing there.
+    """The asked roots [B, A] in groups of 32. By a dense mask, attention computes scores between all blocks of a call, although blocks do
+    not see each other: so a call has few blocks.
     """
     return ask_BA.split(32, dim=1)

@@ -1,18 +1,18 @@
-"""XPress (2026, as vLLM 0.33 and speculators 0.9 have it): DFlash, and a refiner behind, which knows the guesses before.
+"""XPress (2026, as vLLM 0.33 and speculators 0.9 have it): DFlash followed by a refiner, which knows the earlier guesses.
 
-The refiner works in r numbers a slot. Of slot k, with h_k its state after the last norm and m the mean of all h of the block, the
-anchor's slot among them,
+The refiner works with r numbers per slot. For slot k, with h_k its state after the last norm and m the mean of all h of the block
+(including the anchor's slot),
 
     a_k = W [H h_k; M m; E[prev_k]]          prev_k: the token at the position before, x[a] for slot 1
     u_k = a_k + sum_{j<=k} L[:, k, j] * a_j   a number for each channel and pair of slots: the mixer, causal
     logits_k += W_out (u_k + MLP(u_k))
 
-The anchor's slot 0 is mixed in as well. Its token before would be x[a-1], with which speculators trains; vLLM takes x[a] there, and so do
+The anchor's slot 0 is mixed in as well. Its prev would be x[a-1], which speculators uses in training; vLLM takes x[a] instead, and so do
 we. W_out and L are zero at the start.
 
 Engines guess all slots at once and refine them in passes, each with the guesses of the pass before. Every pass settles one more slot at
 least, so after as many passes as slots their guesses are those of this drafter, which goes from left to right. It is trained with the true
-tokens before each slot. speculators also trains single passes from guesses that are not settled yet (weight 0.3); these are left out.
+tokens before each slot. speculators also trains single passes over guesses that are not settled yet (weight 0.3), which is left out here.
 
 Shape suffixes: B batch, A asked roots, S slots, N nodes, D hidden.
 """
@@ -33,8 +33,9 @@ from headstart.heads.unembedding import Unembedding
 
 
 class Xpress(Dflash, without=("draft_vocab",)):
-    """``rank``: numbers of a slot in the refiner (r). ``mlp_hidden``: width of its MLP. The state of a draft: the slots, then every slot's
-    a, to which E[prev] is added once prev is known. Raises UserError for sizes that engines' kernels do not take, with ``mask_token``.
+    """``rank``: the refiner's numbers per slot (r). ``mlp_hidden``: width of its MLP. The state of a draft: the slots, then a_k of every
+    slot, to which the part of E[prev_k] is added once prev_k is known. With ``mask_token``, raises UserError for sizes that the kernels of
+    engines do not support.
     """
 
     def __init__(self, shape: TargetShape, *, block: int = 16, rank: int = 256, mlp_hidden: int = 512, **more: Any) -> None:
@@ -69,13 +70,13 @@ class Xpress(Dflash, without=("draft_vocab",)):
         return Draft(torch.cat([slot, self.mlp(u, u)], dim=-1), state)
 
     def _read(self, slot: int, tokens_BN: Tensor, state: Tensor) -> Tensor:
-        """The state with the part of the token before in a slot's a."""
+        """The state after the part of E[prev] has been added to the a of ``slot``. ``tokens_BN``: prev, the tokens before the slot."""
         part = self.fuse(F.pad(self.token_latent(tokens_BN), (2 * self.rank, 0)))
         before, own, behind = state.tensor_split([self._start(slot), self._start(slot + 1)], dim=-1)
         return torch.cat([before, own + part, behind], dim=-1)
 
     def _start(self, slot: int) -> int:
-        """Where a slot's a starts in the state."""
+        """The index in the state at which the a of ``slot`` starts."""
         return (self.block - self.first_slot) * self.shape.hidden_size + slot * self.rank
 
     def unembedding(self, depth: int) -> Unembedding:

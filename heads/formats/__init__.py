@@ -9,7 +9,10 @@ A format module has:
     read(config)           (optional) the keys of a config.json, in a form that can be compared with that of config()
     ARCHITECTURES          (optional) the engines' names of the architecture, where there are several
     beside(drafter)        (optional) further files of the folder: name -> text
-    serving(drafter, target, folder, guesses)   (optional) the command of each engine that loads it: heads/serving.py
+    serving(drafter, target, folder, guesses)   the command of each engine that loads it: heads/serving.py
+    unserved(drafter)      why no engine loads it: needed where serving() may return no command
+    with_tokenizer         (optional) True: the target's tokenizer is saved in the folder
+    names_target           (optional) True: config.json names the target's folder
 and where others write such folders too:
     recognises(config)     whether a config.json without our own block is of this format; no two formats may claim the same one
     arguments(config, tensors, shape)   (head name, constructor arguments) of such a folder; raises UserError. It is also called to check

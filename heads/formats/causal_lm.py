@@ -126,7 +126,7 @@ def is_plain(config: dict[str, Any]) -> bool:
 
 
 def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Command]:
-    """All engines, as an independent draft model."""
+    """vLLM and SGLang, with it as an independent draft model, unless they would use it only for MTP modules; and transformers."""
     assistant = f"model.generate(**inputs, max_new_tokens=64, assistant_model=AutoModelForCausalLM.from_pretrained({folder!r}))"
     hf = drafter.lm.config
     needs = "0.32 or newer" + (", for a target that has experts too" if any(getattr(hf, key, None) for key in EXPERTS) else "")

@@ -1,12 +1,14 @@
 """The folder of DFlash and the drafters built on it, as vLLM and SGLang load it (Domino: SGLang alone; DFlare: AngelSlim).
 
-Names are Qwen3's without a prefix. Embedding and head are the target's and not in the file; the mask is a token of the target. A trimmed
-vocabulary has its head and the maps of ``heads/vocab.py`` in the file, as in EAGLE-3's: vLLM alone reads them, and in DFlash's folders it
-would not miss them, so what lacks one is refused here.
+Names are Qwen3's without a prefix. Embedding and head are the target's and not in the file; the mask is a token of the target. With a
+trimmed vocabulary, the file has the head and the maps of ``heads/vocab.py``, as EAGLE-3's does. Only vLLM reads them. It would not notice
+that one is missing in a DFlash folder, so such a folder is refused here.
+
 ``target_layer_ids`` count the outputs of layers from 0: one less than our taps. ``is_causal`` is at the top level, where both engines
-read it, and holds for all layers. It is always written, because its default differs between them; null stands for layers with a sliding
-window that are causal and others that are not, as engines then take ``layer_types``. They count a window from each slot. Of a drafter
-that was trained as speculators trains (``FROM_ANCHOR``, a key of ours), slots then miss some of the farthest positions, at most a block's.
+read it, and holds for all layers. It is always written, because its default differs between the engines. null means that layers with a
+sliding window are causal and the others are not: engines then go by ``layer_types``. Engines count a window from each slot. In a drafter
+that was trained to count it from the anchor, as speculators does (``FROM_ANCHOR``, a key of ours), slots then miss some of the farthest
+positions, at most as many as a block has slots.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ THEIRS = {
     "mlp.down_proj.weight": "xpress_head.mlp.down_proj.weight",
     "readout": "xpress_head.w2.weight",
 }
-LIBRARY = {  # XPress's in the speculators library, by those of vLLM
+LIBRARY = {  # XPress's names in the speculators library -> vLLM's names
     f"refiner_head.{library}": f"xpress_head.{engine}"
     for library, engine in {
         "token_embed.weight": "w1.weight",
@@ -84,7 +86,7 @@ DSPARK_ONLY: dict[str, tuple[Any, ...]] = {
 SLIDING, FULL, FROM_ANCHOR = "sliding_attention", "full_attention", "sliding_window_from_anchor"
 WINDOW_KEYS = ("layer_types", "sliding_window", "use_sliding_window")
 TRIMMABLE = ("dflash", "jetspec", "dspark")  # may have a trimmed vocabulary
-ARCHITECTURE = {"dspark": DSPARK, "dflash2": DFLASH2, "xpress": XPRESS, "dflare": DFLARE}  # of the others: DFLASH
+ARCHITECTURE = {"dspark": DSPARK, "dflash2": DFLASH2, "xpress": XPRESS, "dflare": DFLARE}  # all others: DFLASH
 CONV = {"conv_taps": "conv_kernel_size", "conv_group": "conv_group_size", "rank": "selector_rank", "candidates": "selector_top_k"}
 REFINER = {"rank": ("xpress_rank", 256), "mlp_hidden": ("xpress_mlp_hidden", 512)}  # our setting, vLLM's key, its default
 DOMINO_ONLY: dict[str, tuple[Any, ...]] = {"shift_label": (True, None), "pure_draft_prefix_len": (1, None)}
@@ -97,7 +99,7 @@ def names(drafter: Any) -> dict[str, str]:
 
 
 def canonical(name: str) -> str:
-    """The name without the prefix of a whole model, which some files have; the speculators library's own names in those of engines."""
+    """The engines' name for a name in a file: without the prefix of a whole model, or translated from the speculators library's names."""
     return LIBRARY.get(name, name.removeprefix("model."))
 
 
@@ -132,8 +134,8 @@ def config(drafter: Any) -> dict[str, Any]:
     if head == "dflash2":
         block |= {theirs: drafter.config[ours] for ours, theirs in CONV.items()}
     if head == "xpress":
-        # Engines refine whole blocks in passes. Each pass settles at least one more slot, so as many passes as slots end where step by step
-        # drafting does. Of all tokens: not only of the likeliest ones of the backbone.
+        # Engines refine whole blocks in passes. Each pass settles at least one more slot, so with as many passes as slots they guess what
+        # step by step drafting guesses. xpress_topc=0: they choose among all tokens, not only among the backbone's likeliest ones.
         keys |= {"xpress_block_size": drafter.block, "xpress_num_passes": drafter.max_depth, "xpress_topc": 0}
         keys |= {theirs: drafter.config[ours] for ours, (theirs, _) in REFINER.items()}
     return keys | {"dflash_config": block}
@@ -176,7 +178,7 @@ def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetS
         found |= {"gru": said["gru_hidden_dim"], "rank": said["emb_dim"]}
     if head == "dflash2":
         found |= {ours: said[theirs] for ours, theirs in CONV.items()}
-    if head == "xpress":  # how many passes engines make, and over how many tokens, changes what they find, not what is looked for
+    if head == "xpress":  # the passes of engines, and their number of candidates, decide how close they come, not what the drafter is
         found |= {ours: said.get(theirs, default) for ours, (theirs, default) in REFINER.items()}
         found["block"] = said.get("xpress_block_size") or found["block"]
         need(said, {"block_size": (found["block"],)})
@@ -202,7 +204,7 @@ def _windows(said: dict[str, Any]) -> dict[str, Any]:
         raise UserError(f"the folder has layer_types={shown(types)} and sliding_window={shown(window)}: layers with a "
                         f"sliding window need its size, and each layer its type, {SLIDING} or {FULL}")  # fmt: skip
     need({"use_sliding_window": None, **said}, {"use_sliding_window": (True,), "swa_window_size": (window, None)})
-    causal = all(said.get(key) is None for key in ("is_causal", "causal"))  # (where it is true, all layers are)
+    causal = all(said.get(key) is None for key in ("is_causal", "causal"))  # null: only layers with a window
     where = [i for i, kind in enumerate(types) if kind == SLIDING]
     return {"window": window, "window_layers": where, "window_causal": causal, "window_slides": not flag(said, FROM_ANCHOR)}
 
@@ -231,7 +233,7 @@ def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Comman
 
 
 def _needs(drafter: Any) -> tuple[str, str]:
-    """The releases of vLLM and SGLang that load it. (Before those of jetspec they do not read is_causal and look both ways, silently.)"""
+    """The releases of vLLM and SGLang that load it. (Releases older than jetspec's ignore is_causal without a warning.)"""
     head, windowed = drafter.config["head"], len(drafter.windowed)
     releases = {"dflash": ("0.20.2", "0.5.11"), "jetspec": ("0.32", "0.5.17"), "dspark": ("0.32", "0.5.18")}
     releases |= {"dflash2": ("0.29", "0.5.23"), "domino": ("0.29", "0.5.23"), "xpress": ("0.33", "0.5.23")}

@@ -29,8 +29,8 @@ def _unseen(shape: TargetShape) -> dict[str, Any]:
 
 
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> None:
-    """Raises UserError where the target at hand rotates or normalises otherwise than the one that the drafter was trained for. (Folders of
-    before lack these keys.)
+    """Raises UserError where the target at hand has another RoPE or norm epsilon than the one that the drafter was trained for. (Folders
+    of earlier versions lack these keys.)
     """
     for key, here in _unseen(shape).items():
         if key in config and not alike(config[key], here):

@@ -27,7 +27,7 @@ def recognises(config: dict[str, Any]) -> bool:
 
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
     """EAGLE-3's arguments and the mask token. The folder does not state the trained depth: the default is 8, the paper's.
-    Raises UserError.
+    Raises UserError for keys that do not fit.
     """
     mask = config["mask_token_id"]
     need(config, dict.fromkeys(("dspark_noise_token_id", "pard_token", "ptd_token_id"), (mask, None)))

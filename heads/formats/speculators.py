@@ -1,5 +1,5 @@
-"""Folders of the speculators library: their config.json in the flat form that the other modules here read. What it does not say is what
-vLLM takes it for, or else the library.
+"""Folders of the speculators library: their config.json in the flat form that the other modules here read. Missing keys get the defaults
+of vLLM, or else those of the library.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ LIBRARY = ("transformer_layer_config", "speculators_config", "speculators_model_
 
 
 def flat(config: dict[str, Any]) -> dict[str, Any]:
-    """The nested keys of its layer moved to the top, and its own in the words of flat folders. Raises UserError for other kinds."""
+    """The config as a flat folder has it: the nested keys of its layer moved to the top, and the library's own keys translated. Raises
+    UserError for kinds of drafters that are not read here, and for malformed keys.
+    """
     kind, layer = config.get("speculators_model_type"), config.get("transformer_layer_config")
     if kind not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
@@ -43,14 +45,15 @@ def flat(config: dict[str, Any]) -> dict[str, Any]:
             raise UserError(f"xpress_mlp_ratio and xpress_rank must be whole numbers, found {shown(ratio)} and {shown(rank)}")
         said["xpress_mlp_hidden"] = ratio * rank
     default = {"sample_from_anchor": False, "block_size": 8, NON_CAUSAL: kind in ("dflash", "dflash2"), FROM_ANCHOR: True}
-    found = default | layer | said | {"target_layer_ids": [k - 1 for k in taps]}  # they count as our taps
+    found = default | layer | said | {"target_layer_ids": [k - 1 for k in taps]}  # theirs count as our taps do
     return found | _causality(str(kind), found)
 
 
 def _causality(kind: str, found: dict[str, Any]) -> dict[str, Any]:
-    """What ``NON_CAUSAL`` is in a flat folder. In the library, layers with a window look both ways inside a block where it is true, and all
-    others always do. vLLM 0.33 takes it as a key of all layers (of dspark: of none; the library's xpress it does not load), unless there
-    is ``is_causal``: warns where the two differ. Raises UserError where ``is_causal`` contradicts the library.
+    """What a flat folder has for ``NON_CAUSAL``. In the library, layers with a window look both ways inside a block where it is true, and
+    layers without a window always do. vLLM 0.33 applies it to all layers (for dspark to none; it does not load the library's xpress),
+    unless the config has ``is_causal``. Warns where vLLM and the library differ. Raises UserError where ``is_causal`` contradicts the
+    library.
     """
     both_ways, types = flag(found, NON_CAUSAL), found.get("layer_types") or [FULL]
     need(found, {"is_causal": (False, None) if both_ways or SLIDING not in types else (None,)})

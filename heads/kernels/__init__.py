@@ -1,1 +1,1 @@
-"""What a GPU computes in kernels of our own, in Triton: imported only where they can be launched (launch.py)."""
+"""Our own GPU kernels, in Triton. They are imported only where they can be launched (launch.py)."""

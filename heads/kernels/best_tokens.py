@@ -1,7 +1,7 @@
 """The likeliest tokens of rows of logits, with their log probabilities, in two passes (Triton).
 
-torch takes some twenty kernels for it (a radix selection, a sort, a logsumexp), which together take longer than the drafter's layer. Here
-a block finds the best of a part of the vocabulary, one after the other, and a second kernel the best of those.
+torch takes about twenty kernels for this (a radix selection, a sort, a logsumexp), which together take longer than the drafter's layer.
+Here each block finds the best tokens of one part of the vocabulary, one after the other, and a second kernel finds the best of those.
 
 Shape suffixes: R rows, V vocabulary, P parts of it, K tokens.
 """
@@ -15,19 +15,19 @@ from torch import Tensor
 
 from headstart.heads.kernels.launch import MOST_TOKENS
 
-PART = 2048  # logits of a block
+PART = 2048  # logits per block
 
 
 @triton.jit
 def _flip(bits):  # type: ignore[no-untyped-def]
-    """Bits of fp32 numbers as integers that are ordered alike; and such integers as bits."""
+    """The bits of fp32 numbers to integers of the same order, and back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _best_of_part(logits, keys, tops, sums, row, V, K: tl.constexpr, PART: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The K best logits of one part of a row, each as a number of 64 bits: the logit in the upper half, and the token in the lower one, so
-    that among equal logits the first is the best. Also the largest logit, and the sum of the exponentials of all less that one.
+    """The K best logits of one part of a row, each as a 64-bit key: the logit in the upper half, 0x7FFFFFFF - token in the lower one, so
+    that among equal logits the first is the best. Also the largest logit, and the sum of exp(logit - largest) over the part.
     """
     r, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     token = part * PART + tl.arange(0, PART)
@@ -63,8 +63,8 @@ def _best(keys, tops, sums, values, tokens, P, K: tl.constexpr, BP: tl.constexpr
 
 
 def best_tokens(logits_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """(log probabilities in fp32, tokens in int64) of the ``count`` likeliest tokens of each row [R, count], best first; at most
-    ``MOST_TOKENS`` (launch.py), and no more than there are tokens. Rows may lie apart.
+    """(log probabilities in fp32, tokens in int64) of the ``count`` likeliest tokens of each row, [R, count] each, best first. ``count`` is
+    at most ``MOST_TOKENS`` (launch.py) and V. There may be gaps between the rows of ``logits_RV``.
     """
     (R, V), device = logits_RV.shape, logits_RV.device
     assert count <= min(V, MOST_TOKENS) and logits_RV.stride(1) == 1

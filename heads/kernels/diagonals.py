@@ -1,10 +1,10 @@
 """The diagonals of training's attention on a GPU (Triton): one kernel merges all earlier depths, another computes their gradients.
 
 In torch's operations each diagonal is several passes over fp32 numbers in memory. Here queries, outputs and gradients are read and written
-once, for all diagonals together; sums stay in registers, in fp32, and no product is rounded. Scores are not kept: what the backward pass
-needs of them it computes again from queries and keys, which it reads anyway.
+once, for all diagonals together; sums stay in registers, in fp32, and no product is rounded. Scores are not kept: the backward pass
+recomputes them from queries and keys, which it reads anyway.
 
-A program is one row of all heads that share keys, so that it alone sums their gradients, in the same order each time.
+A program computes one row of all heads that share keys. So it sums the gradients of these keys alone, always in the same order.
 
 This module is imported only where it is used: it needs triton, and a GPU or TRITON_INTERPRET=1.
 
@@ -42,7 +42,7 @@ def _merge(  # type: ignore[no-untyped-def]
     q_hd = _heads(q, by_q, b, h, row, i, own & (i < D))
     sum_hd = _heads(roots, by_roots, b, h, row, i, own & (i < D))
     most_h1 = _heads(roots_lse, by_roots_lse, b, h, row, 0, own)
-    mass_h1 = tl.full([BH, 1], 1.0, tl.float32)  # of the softmax, over exp(most)
+    mass_h1 = tl.full([BH, 1], 1.0, tl.float32)  # the softmax's denominator, divided by exp(most)
     for j in tl.static_range(DIAGONALS):
         k_1d = _heads(keys[j], by_k, b, g, row, i, i < D)
         v_1d = _heads(values[j], by_v, b, g, row, i, i < D)
@@ -64,7 +64,7 @@ def _merge_backward(  # type: ignore[no-untyped-def]
     by_grad, by_q, by_out, by_lse, by_roots, by_k, by_v, by_dq, by_dk, by_dv, N, scale,
     DIAGONALS: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the diagonals' keys and values; those of the queries are added to what the roots (``roots``) gave them."""
+    """Gradients of the diagonals' keys and values, and of the queries: ``roots`` is the part of the latter that comes from the roots."""
     place = tl.program_id(0)
     g, row, b = (place % G).to(tl.int64), (place // G % N).to(tl.int64), (place // G // N).to(tl.int64)
     n, i = tl.arange(0, BH)[:, None], tl.arange(0, BD)[None, :]
@@ -93,8 +93,8 @@ def _merge_backward(  # type: ignore[no-untyped-def]
 def merge(
     q: Tensor, roots: Tensor, roots_lse: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(output [B, h, N, d], log-sum-exp [B, h, N]) over the roots, for which ``roots`` and ``roots_lse`` are these two, and over a key and
-    a value of each of ``keys`` and ``values`` [B, g, N, d].
+    """(output [B, h, N, d], log-sum-exp [B, h, N]) of the attention over the roots and one key per diagonal. ``roots``, ``roots_lse``: the
+    same two for the roots alone. ``keys``, ``values``: [B, g, N, d] for each diagonal.
     """
     q, roots, keys, values = _dense(q), _dense(roots), _alike(keys), _alike(values)
     out, lse = torch.empty_like(roots), torch.empty_like(roots_lse)
@@ -109,7 +109,7 @@ def merge(
 def merge_backward(
     grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, dq: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float
 ) -> tuple[Tensor, list[Tensor]]:
-    """(gradients of the queries, of each key and value in turn), from ``grad`` of the output. ``dq``: what the roots give the queries."""
+    """(gradient of the queries, gradients of keys and values in turn), from the output's ``grad``. ``dq``: the queries' from the roots."""
     grad, q, out, dq, keys, values = _dense(grad), _dense(q), _dense(out), _dense(dq), _alike(keys), _alike(values)
     whole, dkeys, dvalues = torch.empty_like(dq), *(tuple(torch.empty_like(x) for x in some) for some in (keys, values))
     programs, how, warps = _layout(q, keys)

@@ -1,9 +1,9 @@
 """Llama-shaped layers on a GPU, the target's and the drafters': between two matrix products there is one kernel (Triton), where
 transformers launches up to ten.
 
-A pass of few rows takes as long as its weights take to be read, and every small kernel comes on top: 36 a layer in transformers, ten
-here. A pass of many rows writes and reads its states again in each of them. What is computed is the same, rounded at the same places
-(drafters round a norm and RoPE once, transformers' modules after each operation).
+A pass of few rows takes the time to read its weights, plus the time of every small kernel: 36 per layer in transformers, ten here. In a
+pass of many rows, each small kernel reads and writes all states again. The results are the same, rounded at the same places (drafters
+round a norm and RoPE once, transformers' modules after each operation).
 
 This module is imported only where it is used: it needs triton, and a GPU or TRITON_INTERPRET=1.
 
@@ -68,7 +68,7 @@ class Layer:
             return (x + self.fed(y)).view(shape)
 
     def attend(self, y_RH: Tensor, shape: torch.Size, cos_sin: Sequence[Tensor], memory: Memory, place: int, sees: Sees) -> Tensor:
-        """The attention's output of rows that are normed, [R, D]. ``cos_sin``: [R, d] each."""
+        """The attention's output [R, D] for normed inputs ``y_RH``. ``shape``: [B, N, ..]. ``cos_sin``: [R, d] each."""
         (B, N), (h, g, d), room = shape[:2], self.sizes, memory.room(place, shape[1])
         q_RW, k_RW, v_RW = _apart([F.linear(y_RH, *each) for each in self.qkv], self.widths)
         keys, values = (y_RH.new_empty(B, g, N, d) for _ in range(2)) if room is None else (room.keys, room.values)
@@ -86,7 +86,7 @@ class Layer:
         return F.linear(found_BNhd.reshape(B * N, h * d), *self.out[0])
 
     def fed(self, y_RD: Tensor) -> Tensor:
-        """The MLP's output of rows that are normed, [R, D]."""
+        """The MLP's output [R, D] for normed rows."""
         gate_RW, up_RW = _apart([F.linear(y_RD, *each) for each in self.feed], [self.mlp, self.mlp])
         return F.linear(gated(gate_RW, up_RW), *self.down[0])
 
@@ -101,7 +101,7 @@ class Fused:
         self.layers = [Layer([x.input_layernorm], x.self_attn, sizes, x.post_attention_layernorm, x.mlp, own) for x in decoder.layers]
         self.norm = None if isinstance(decoder.norm, nn.Identity) else Norm(decoder.norm)
         if own and torch.cuda.is_initialized():
-            torch.cuda.empty_cache()  # the matrices that were joined stood in blocks too small for what comes now
+            torch.cuda.empty_cache()  # the blocks of the single matrices are too small for later allocations
 
     def read(
         self, tokens_BN: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees, taps: Collection[int] = ()

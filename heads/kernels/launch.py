@@ -12,14 +12,14 @@ from torch import Tensor, nn
 log = logging.getLogger(__name__)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # that the kernels read and write
-MOST_TOKENS = 32  # of a row that best_tokens.py finds: each takes a turn, and of many a sort would be faster
+MOST_TOKENS = 32  # most tokens of a row that best_tokens.py finds: it takes one turn for each, so for many a sort is faster
 TILE = 1024  # numbers of the first halves of some heads, which rotation.py rotates together
 OLDEST = (8, 0)  # compute capability: older GPUs have no bfloat16
 
 
 @functools.cache
 def refused(device: torch.device) -> str | None:
-    """Why they cannot; None where they can. Tried once."""
+    """Why our kernels cannot be launched on the device; None where they can. Tried once."""
     if os.environ.get("HEADSTART_KERNELS") == "0":
         return "HEADSTART_KERNELS=0"
     try:
@@ -29,19 +29,19 @@ def refused(device: torch.device) -> str | None:
 
         normed(nn.RMSNorm(16, eps=1e-6, device=device))(torch.ones(1, 16, device=device))
         torch.cuda.synchronize(device)
-    except Exception as e:  # whatever it is, there is another way
+    except Exception as e:  # whatever the error is, torch's operations remain
         return f"{type(e).__name__}: {e}"
     return None
 
 
 @functools.cache
 def launches(device: torch.device) -> bool:
-    """Whether they can. Where not, the log says why, once, and torch's operations are taken instead."""
+    """Whether our kernels can be launched on the device. Where not, the log says why, once, and torch's operations are used."""
     if (why := refused(device)) is not None:
         log.warning("our kernels (triton) cannot be launched on %s, torch's operations are slower: %s", device, why)
     return why is None
 
 
 def takes(x: Tensor) -> bool:
-    """Whether they can read this tensor: on a GPU where they can be launched, and no tensor of a subclass, which may have no values."""
+    """Whether our kernels can read this tensor: it is on a GPU where they launch, and not of a subclass, which may have no values."""
     return x.device.type == "cuda" and type(x) is Tensor and launches(x.device)

@@ -1,4 +1,4 @@
-"""What stands between the matrix products of a Llama-shaped layer, one kernel each (Triton): norms, RoPE and the memory, the gate.
+"""The operations between the matrix products of a Llama-shaped layer, one Triton kernel each: norms, RoPE and the memory, the gate.
 
 Shape suffixes: B batch, N rows of any kind, R = B * N, D hidden, W width of a product, h heads, g key-value heads, d head size.
 """
@@ -25,7 +25,7 @@ GATED = 1024  # numbers of a row that are gated together
 def _add_and_norm(  # type: ignore[no-untyped-def]
     x, more, weight, total, out, eps, out_row, D: tl.constexpr, ADDS: tl.constexpr, TWICE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One row of the RMSNorm of x + more. The sum is written to ``total``. ``TWICE``: the result is rounded before its weight, too."""
+    """One row of the RMSNorm of x + more. The sum is written to ``total``. ``TWICE``: see ``Norm``."""
     r = tl.program_id(0).to(tl.int64)
     row = r * D
     at = tl.arange(0, BLOCK)
@@ -138,7 +138,7 @@ def _gate_backward(  # type: ignore[no-untyped-def]
 
 
 class Norm:
-    """An RMSNorm's weight and epsilon. ``twice``: it rounds before it multiplies by the weight, too, as those of transformers do."""
+    """An RMSNorm's weight and epsilon. ``twice``: it also rounds before it multiplies by the weight, as transformers' norms do."""
 
     def __init__(self, module: Any) -> None:
         self.weight = module.weight.detach()
@@ -180,8 +180,8 @@ def gated(gate_RW: Tensor, up_RW: Tensor) -> Tensor:
 
 
 class Gated(torch.autograd.Function):
-    """silu(gate) * up in training: one pass over gate and up, and one over their gradients. torch's operations are two and four, and the
-    first keeps silu(gate) for the others. The gradients are rounded as often as theirs.
+    """silu(gate) * up in training: one pass over gate and up, and one over their gradients. torch takes two operations and four, and keeps
+    silu(gate) for the backward pass. The gradients are rounded at the same places as torch's.
     """
 
     @staticmethod
@@ -231,7 +231,7 @@ def turn(
 
 @contextmanager
 def here(x: Tensor) -> Iterator[None]:
-    """Triton launches on the current device. What is frozen is computed in its own dtype, also within a training's autocast."""
+    """Make the device of ``x`` the current one, on which Triton launches. Switch autocast off: frozen layers compute in their own dtype."""
     with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
         yield
 

@@ -1,5 +1,5 @@
-"""RoPE of the drafter in training on a GPU (Triton): one pass over queries or keys, and one over their gradient. torch's operations are
-several, most of them in fp32.
+"""RoPE of the drafter in training on a GPU (Triton): one pass over queries or keys, and one over their gradient. torch takes several
+operations for each, most of them in fp32.
 
 This module is imported only where it is used: it needs triton, and a GPU or TRITON_INTERPRET=1.
 

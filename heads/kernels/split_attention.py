@@ -1,12 +1,11 @@
 """Attention of few rows over a long memory, by a mask, on a GPU: the memory is split among the processors (Triton).
 
-A round of one sequence has eight key-value heads and some rows, for which torch's kernels start eight blocks on a GPU that has room for
-hundreds. Here each part of the memory is a block of its own, which keeps its softmax unnormalised; a second kernel adds the parts up, as
-in Flash-Decoding. Heads that share keys are rows of one block, so that every key is read once, and the mask is read as it is, not once for
-each head.
+In a decoding round of one sequence with eight key-value heads, torch's kernels start eight blocks on a GPU that has room for hundreds. Here
+each part of the memory is a block of its own, which keeps its softmax unnormalized; a second kernel adds the parts up, as in
+Flash-Decoding. Heads that share keys are rows of one block, so that every key is read once. The mask is stored once for all heads.
 
-Shape suffixes: B batch, N rows, M rows in memory, h heads, g key-value heads, d head size, R = group * N rows of a key-value head, Q and K
-those of a block, S parts.
+Shape suffixes: B batch, N rows, M rows in memory, h heads, g key-value heads, d head size, R = group * N rows of a key-value head, Q rows
+and K keys of a block, S parts.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS, KEYS = 64, 64  # of a block, at most
-HEAD = 128  # numbers of a head, at most: of larger ones a block does not fit the shared memory of every GPU
+HEAD = 128  # largest head size: with larger heads, a block does not fit in the shared memory of every GPU
 
 
 @triton.jit(do_not_specialize=["M", "N"])
@@ -100,7 +99,7 @@ def _whole(  # type: ignore[no-untyped-def]
 
 
 def supports(q_BNhd: Tensor, keys: Tensor) -> bool:
-    """Whether the kernels support these: half precision alone, because products of fp32 take long to compile, and much shared memory."""
+    """Whether the kernels support these: only half precision, because fp32 products compile slowly and need much shared memory."""
     return q_BNhd.dtype == keys.dtype != torch.float32 and q_BNhd.shape[3] <= HEAD
 
 
