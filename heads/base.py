@@ -231,10 +231,12 @@ class Drafter(nn.Module, ABC):
             self.claimed_VD = None
 
     def start_from(self, ends: TargetEnds) -> None:
-        """Initialise from the target the parts of a fresh drafter that start as a copy of it, such as an output head."""
+        """Initialize the parts of a fresh drafter that start as a copy of the target's, such as an output head."""
 
     def check_depth(self, depth: int, what: str, how: str) -> None:
-        """Raises UserError for a depth beyond ``max_depth``. ``what`` sets that limit ({}); ``how``: to train a deeper drafter."""
+        """Raises UserError for a depth beyond ``max_depth``. For the message: ``what`` sets that limit ({} is the number), and ``how`` says
+        how to train a deeper drafter.
+        """
         if self.max_depth is not None and depth > self.max_depth:
             raise UserError(f"this drafter {what.format(self.max_depth)}, depth {depth} was asked: lower it or train {how}")
 
@@ -252,7 +254,7 @@ class Drafter(nn.Module, ABC):
             unembedding = self.unembedding(depth)
             # With candidates, single rows of the correction are read: it is not multiplied as a whole.
             for block in unembedding.blocks if unembedding.candidates is None else [unembedding.weight_VH]:
-                if block is not self.ends.head_VD:  # the target's head is not the drafter's to change
+                if block is not self.ends.head_VD:  # which the target prepacks itself
                     prepack_beside(block)
         prepack(self)
         self.memory_dtype = freeze(self)

@@ -168,7 +168,7 @@ class Dflash(Drafter):
         ask_BA = asked(ask, roots)
         tokens_BA = roots.chosen_BT.gather(1, ask_BA)
         first_BA = roots.positions_BT.gather(1, ask_BA) + 1
-        anchor_BAD = self.ends.embed(tokens_BA).to(v.dtype)  # which under autocast differs from that of the states
+        anchor_BAD = self.ends.embed(tokens_BA).to(v.dtype)  # under autocast it differs from that of the states
         state = []
         for ask_Ba, anchor_BaD, first_Ba in zip(*map(blocks_of, (ask_BA, anchor_BAD, first_BA)), strict=True):
             state.append(self._fill(anchor_BaD, first_Ba, rows, self._rules(sees, ask_Ba)))
@@ -210,7 +210,7 @@ class Dflash(Drafter):
         return self._after(1, tokens_BA, state)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
-        """Read the slot of this depth. The drafted tokens change nothing, except in drafters that are built on this one."""
+        """Read the slot of this depth. The drafted tokens change nothing here, but they do in subclasses."""
         return self._after(depth, tokens_BN, parent.state)
 
     def _after(self, depth: int, tokens_BN: Tensor, state: Tensor) -> Draft:

@@ -48,7 +48,7 @@ class ExitHead(ReadsTokens, Drafter):
             nn.init.zeros_(out.weight)
         self.norm = RMSNorm(D, shape.norm_eps)
         self.rope = Rope(shape.rope, shape.head_dim, shape.max_positions)
-        self._shared: list[Backbone] = []  # in a list, so that the target's layers are no parameters of ours
+        self._shared: list[Backbone] = []  # a list, so that torch does not register the target's layers as our parameters
 
     def attach(self, ends: TargetEnds) -> None:
         """Raises UserError also where the target's layers are not at hand, or are of a kind that cannot drop rejected rows."""

@@ -160,7 +160,7 @@ def save(
 
 
 def load(folder: str | Path, shape: TargetShape, target: Mapping[str, Any] | None = None) -> Drafter:
-    """The drafter of a folder (ours, or of a recognised foreign format), in the folder's dtype.
+    """The drafter of a folder (ours, or of a recognized foreign format), in the folder's dtype.
 
     Raises UserError where files are missing, damaged or not what was saved, where tensors do not match the config exactly, where engines
     would compute something else, and where the drafter was trained for another target than ``shape`` and ``target`` (see ``target_card``).

@@ -91,7 +91,7 @@ class RMSNorm(nn.RMSNorm):
     frozen: frozen.Normed | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise over the last dimension."""
+        """Normalize over the last dimension."""
         if self.frozen is not None:
             return self.frozen(x)
         with torch.autocast(x.device.type, enabled=False) if autocasts(x) else nullcontext():

@@ -1,6 +1,6 @@
 """A decoder of transformers as plain functions: the same weights and the same results with a third of the operations.
 
-A step of one row is little work in many operations: some sixty for one Llama layer in transformers, fewer than twenty here. Whether a
+A step of one row does little work in many operations: about sixty per Llama layer in transformers, fewer than twenty here. Whether a
 decoder has the known structure (norm, attention with RoPE, norm, SwiGLU, two residuals) is decided from its modules, never from its
 name. The lean form is used only where it computes the same states of the same rows as those modules. In half precision this comparison
 proves little, because a window that hides some rows may change states less than rounding does. So a small copy is compared in float64.
@@ -126,7 +126,7 @@ def _known(decoder: Any) -> tuple[Rope, tuple[int, int, int]] | None:
         return None
     like = embedding.weight
     if any(p.device != like.device or p.dtype != like.dtype or type(p.data) is not Tensor for p in decoder.parameters()):
-        return None  # on several devices, or in tensors of another library's own (sharded, quantised)
+        return None  # on several devices, or in tensors of another library's own (sharded, quantized)
     if like.device.type not in ("cpu", "cuda"):
         return None
     if any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in decoder.modules()):  # changed by another library

@@ -108,7 +108,7 @@ class Backbone:
             self.lean = found
 
     def _same(self, found: Lean | Fused) -> bool:
-        """Whether both compute the same states: of a text, then of a small tree behind it whose last node is at the last position."""
+        """Whether both compute the same states: of a short text, then of a small tree after it, whose last node is at the last position."""
         far = max(getattr(self.config, "max_position_embeddings", 0) or 0, 8) - 1
         tokens, device = self._sample()
         positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 6, far]], device=device)

@@ -98,7 +98,7 @@ class Slots(Memory):
         self.used: dict[int, int] = {}
 
     def reserve(self, rows: int) -> None:
-        """Allocate buffers for at least ``rows`` rows in total from now on, so that they need not grow, and thereby move, before that."""
+        """From now on, allocate buffers for at least ``rows`` rows in total. Up to there they need not grow, which would move them."""
         self.capacity = max(self.capacity, rows)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> list[Segment]:

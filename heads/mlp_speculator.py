@@ -35,7 +35,7 @@ class Norm(RMSNorm):
         self.bias = nn.Parameter(torch.zeros(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise over the last dimension, scale and shift."""
+        """Normalize over the last dimension, scale and shift."""
         return super().forward(x) + self.bias.to(x.dtype)
 
 
@@ -72,7 +72,7 @@ class MlpSpeculator(Drafter):
         self.ln = nn.ModuleList(Norm(W) for _ in range(own))
         if self._of(self.head, 1).ids is not None:
             self.format = "native"  # the engines' format has no trimmed vocabulary
-        for module in [*self.emb, *self.proj, *self.head]:  # the authors' initialisation, which b assumes
+        for module in [*self.emb, *self.proj, *self.head]:  # the authors' initialization, which b assumes
             nn.init.normal_(module.get_parameter("weight"), std=W**-0.5)
 
     def start_from(self, ends: TargetEnds) -> None:

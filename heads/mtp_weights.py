@@ -1,6 +1,6 @@
 """A target's own MTP weights, read from its files because transformers drops them when it loads a model.
 
-Two layouts are known: one more layer behind the others for each module (``layers.N.eh_proj`` and so on, as DeepSeek's), and
+Two layouts are known: for each module one more layer after the others (``layers.N.eh_proj`` and so on, as DeepSeek's), and
 ``mtp.fc`` with ``mtp.layers.i`` (as Qwen's, whose modules share everything but the layer). Both join [embedding; state] in that order.
 """
 
@@ -34,7 +34,7 @@ UNLIKE = {
 def own_modules(model: Any, wanted: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
     """The weights of ``count`` modules in fp32, with the names and shapes of ``wanted`` (enorm, hnorm, eh_proj, norm, layer.*).
 
-    Raises UserError where the target has no such weights, fewer modules, or a layer of another kind. The error states an alternative.
+    Raises UserError where the target has no such weights, fewer modules, or a layer of another kind. The error says what to do instead.
     """
     if model is None:
         raise UserError(f"head.from_target=true reads the target's files, but only its embedding and head are at hand here: {INSTEAD}")

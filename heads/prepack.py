@@ -113,7 +113,7 @@ def prepack(model: nn.Module) -> None:
     """Prepack the linear layers of a frozen model in place, for decoding. Their weights can then not be read, saved, moved or trained.
 
     Weights that several modules share, or that ``prepack_beside`` has seen before, keep their dense form. Nothing changes on other devices,
-    below adapters, and for layers of other classes or with a ``forward`` of their own (quantised, sharded, offloaded).
+    below adapters, and for layers of other classes or with a ``forward`` of their own (quantized, sharded, offloaded).
     """
     users = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
 

@@ -1,4 +1,4 @@
-"""ReDrafter (Zhang et al., 2403.09919): a small recurrent network over the guessed tokens, beside the target's final state of the root.
+"""ReDrafter (Zhang et al., 2403.09919): a small recurrent network over the guessed tokens, joined with the root's final target state.
 
 s_0 = 0, s_k = SiLU(U s_{k-1} + W emb(x[t+k]) + b). The guess of depth k is an MLP of [h_t; s_k] (section 3.1): residual blocks
 x + SiLU(W1 x + b1) and an output head. All have width 2 D and serve every depth, as in the authors' training. The head starts as a copy of

@@ -1,7 +1,7 @@
 """Careful reading of model folders: JSON and safetensors files that anybody may have written.
 
-Nothing in them is trusted. Sizes, nesting, names and numbers are checked before they are used. A file that cannot be read, or holds
-something else than it should, gives a UserError of one line that names the file.
+Nothing in them is trusted. Sizes, nesting, names and numbers are checked before they are used. A file that cannot be read, or has
+unexpected content, raises a UserError of one line that names the file.
 """
 
 from __future__ import annotations

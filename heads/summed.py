@@ -51,7 +51,7 @@ class _Linear:
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
-        self.weights = dict[torch.dtype, tuple[Tensor, _Gradient]]()  # by the dtype of products, in which they are added up
+        self.weights = dict[torch.dtype, tuple[Tensor, _Gradient]]()  # dtype of products -> the weight in it, its sum of gradients
 
     def __call__(self, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
@@ -65,7 +65,7 @@ class _Linear:
 
 
 class _Gradient:
-    """The sum so far."""
+    """The sum of a weight's gradients so far."""
 
     sum_OI: Tensor | None = None
 

@@ -58,7 +58,7 @@ def maps_of(ids_V: Tensor | None, vocab_size: int) -> dict[str, Tensor]:
 
 
 def ids_of(tensors: dict[str, Tensor], vocab_size: int) -> list[int] | None:
-    """The target ids that the maps in a file stand for. None: all, and ``tensors`` loses its maps, if it has any."""
+    """The target ids that the maps in a file stand for. None: all tokens; maps of all tokens are removed from ``tensors``."""
     ids = from_d2t(tensors["d2t"]) if "d2t" in tensors else None
     if ids == list(range(vocab_size)):  # some write maps of zeros for a whole vocabulary
         ids = None

@@ -23,7 +23,7 @@ from headstart.heads.serving import Command, sglang_chain, transformers, vllm
 
 with_tokenizer = True  # engines load the draft model's own tokenizer
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # special tokens, which are the target's
-# Kinds of models with MTP modules: vLLM (0.33) and SGLang (0.5.23) use any drafter of such a kind for these modules alone, whatever method
+# Kinds of models with MTP modules: from any drafter of such a kind, vLLM (0.33) and SGLang (0.5.23) use only these modules, whatever method
 # is requested.
 _MTP = "deepseek_v[34]|glm4_moe|glm_moe_dsa|ernie4_5_moe|exaone_moe|longcat|mimo|hy_v[34]|qwen3_next|qwen3_5|nemotron_h|bailing"
 TAKEN_FOR_MTP = {"vLLM": re.compile(_MTP + "|exaone4_5|kimi_k3"), "SGLang": re.compile(_MTP + "|qwen3_moe")}

@@ -147,7 +147,7 @@ def recognises(config: dict[str, Any]) -> bool:
 
 
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
-    """Which of the seven kinds it is, and its sizes. Raises UserError for keys that would change what engines compute."""
+    """Which of the seven drafters it is, and its sizes. Raises UserError for keys that would change what engines compute."""
     said = _said(config)
     named = {name: head for head, name in ARCHITECTURE.items()}.get(architecture(config))
     head = named or ("domino" if said.get("projector_type") == "domino" else "jetspec" if _causal(said) else "dflash")

@@ -39,7 +39,7 @@ def recognises(config: dict[str, Any]) -> bool:
 
 
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
-    """The shape of its one layer. Raises UserError for other keys than ours that change what engines compute."""
+    """The shape of its one layer. Raises UserError for keys and values, other than ours, that change what engines compute."""
     found = llama_arguments(config, shape)
     whole, width = (shape.vocab_size, None), (shape.hidden_size, None)
     need(config, {"num_hidden_layers": (1,), "draft_vocab_size": whole, "hot_vocab_size": whole, "target_hidden_size": width})

@@ -126,7 +126,7 @@ def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetS
 
 
 def _vocabulary(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> list[int] | None:
-    """The draft vocabulary's target ids. None: all; ``tensors`` then loses its maps. Raises UserError if sizes differ."""
+    """The draft vocabulary's target ids, as ``heads.vocab.ids_of``. Raises UserError if the config states another size."""
     draft_vocab = ids_of(tensors, shape.vocab_size)
     size = shape.vocab_size if draft_vocab is None else len(draft_vocab)
     if not alike(config.get("draft_vocab_size"), size):  # with null, one engine takes the target's head, another the file's

@@ -109,7 +109,9 @@ def merge(
 def merge_backward(
     grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, dq: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float
 ) -> tuple[Tensor, list[Tensor]]:
-    """(gradient of the queries, gradients of keys and values in turn), from the output's ``grad``. ``dq``: the queries' from the roots."""
+    """(gradient of the queries, gradients of each diagonal's keys and values in turn), from ``grad``, the gradient of the output. ``dq``:
+    the part of the queries' gradient that comes from the roots.
+    """
     grad, q, out, dq, keys, values = _dense(grad), _dense(q), _dense(out), _dense(dq), _alike(keys), _alike(values)
     whole, dkeys, dvalues = torch.empty_like(dq), *(tuple(torch.empty_like(x) for x in some) for some in (keys, values))
     programs, how, warps = _layout(q, keys)

@@ -27,7 +27,7 @@ def _part(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BIASED: tl.constexpr, ALONE: tl.constexpr,
     SPAN: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """The rows of a block over one part of the memory: unnormalised sum, largest score, and sum of the exponentials. ``ALONE``: there is
+    """The rows of a block over one part of the memory: unnormalized sum, largest score, and sum of the exponentials. ``ALONE``: there is
     no other part, and the result is written to ``out``.
     """
     bg = tl.program_id(0).to(tl.int64)
@@ -77,7 +77,7 @@ def _whole(  # type: ignore[no-untyped-def]
     sums, tops, weights, out, N, parts,
     GROUP: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of one key-value head: their parts, added up and normalised."""
+    """Some rows of one key-value head: their parts, added up and normalized."""
     bg, R = tl.program_id(0).to(tl.int64), GROUP * N
     r_R = tl.program_id(1) * BR + tl.arange(0, BR)
     d = tl.arange(0, BD)
