@@ -54,7 +54,7 @@ def asked(ask: Tensor | None, roots: Roots) -> Tensor:
 
 def windowed_layers(window: int | None, some: list[int] | None, layers: int, block: int) -> tuple[int, ...]:
     """The layers with a sliding window, counted from 0: those in ``some`` (None: all), or () where ``window`` is None. Raises UserError
-    for layers that do not exist or do not ascend, for layers without a window, and for a window smaller than a block.
+    for layers that do not exist or are not ascending, for ``some`` without ``window``, and for a window smaller than a block.
     """
     if window is None:
         if some is not None:
@@ -83,7 +83,7 @@ def mask_of(drafter: Any) -> Tensor:
 class Dflash(Drafter):
     """``block``: number of slots, including the anchor's. ``taps``: the target layers that are read; None: as many as ``layers``, spread
     evenly. ``mask_token``: the token whose embedding is the mask; None: a learned vector. ``draft_vocab``: target ids that a head of its
-    own can guess; None: the target's head. ``window``: positions that the layers in ``window_layers`` (None: all) see, None: all;
+    own can guess; None: the target's head. ``window``: positions that the layers in ``window_layers`` (None: all) see; None: no window;
     ``window_causal``, ``window_slides``: see the module's docstring. ``anchors``: roots that a training step draws from each batch row.
     Raises UserError for settings that do not fit the target or, with ``mask_token``, the engines.
     """

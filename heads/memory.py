@@ -98,7 +98,7 @@ class Slots(Memory):
         self.used: dict[int, int] = {}
 
     def reserve(self, rows: int) -> None:
-        """From now on, allocate buffers for at least ``rows`` rows in total. Up to there they need not grow, which would move them."""
+        """Allocate buffers for at least ``rows`` rows from now on. Until they are full they do not grow, which would move them."""
         self.capacity = max(self.capacity, rows)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> list[Segment]:

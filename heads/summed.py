@@ -25,9 +25,9 @@ LARGE = 1 << 18  # numbers in a weight: for smaller weights, the additions take 
 
 @contextmanager
 def summed(model: nn.Module) -> Iterator[None]:
-    """Whatever the large linear layers of ``model`` compute inside this context gets its weight gradients this way. The backward pass may
-    come later, but must be a whole one: a pass to some inputs only would leave its sums to the next pass. Layers of other classes, with a
-    replaced ``forward`` or hooks, with sharded weights, or without gradients stay as they are.
+    """For all that is computed inside this context, the large linear layers of ``model`` sum their gradients this way. The backward pass
+    may come later, but must be a whole one: a pass to some inputs only would leave its sums to the next pass. Layers of other classes,
+    with a replaced ``forward`` or hooks, with sharded weights, or without gradients stay as they are.
     """
     layers = [m for m in model.modules() if _plain(m)]
     try:

@@ -1,5 +1,5 @@
-"""Who sees whom: the one visibility rule, and the attention that follows it. Only here the rule becomes a mask or a closed form (and in
-heads/kinds.py, for layers with windows or chunks).
+"""Who sees whom: the one visibility rule, and the attention that follows it. The rule becomes a mask or a closed form only here and, for
+transformers' layers with windows or chunks, in heads/kinds.py.
 
 A node sees the roots up to its own root, and its own ancestors, nothing else. The rule has one class for each situation:
 

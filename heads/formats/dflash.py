@@ -204,7 +204,7 @@ def _windows(said: dict[str, Any]) -> dict[str, Any]:
         raise UserError(f"the folder has layer_types={shown(types)} and sliding_window={shown(window)}: layers with a "
                         f"sliding window need its size, and each layer its type, {SLIDING} or {FULL}")  # fmt: skip
     need({"use_sliding_window": None, **said}, {"use_sliding_window": (True,), "swa_window_size": (window, None)})
-    causal = all(said.get(key) is None for key in ("is_causal", "causal"))  # null: only layers with a window
+    causal = all(said.get(key) is None for key in ("is_causal", "causal"))  # null: layers with a window are
     where = [i for i, kind in enumerate(types) if kind == SLIDING]
     return {"window": window, "window_layers": where, "window_causal": causal, "window_slides": not flag(said, FROM_ANCHOR)}
 

@@ -51,7 +51,7 @@ def _foreign(name: str) -> str:
     if not name.startswith("layers."):
         return name  # fc, fc_norm.i, midlayer.*, norm, lm_head
     _, i, rest = name.split(".", 2)
-    return f"layers.{int(i) + 1}.{rest}"  # engines count midlayer as layer 0
+    return f"layers.{int(i) + 1}.{rest}"
 
 
 def canonical(name: str) -> str:

@@ -4,7 +4,7 @@ In torch's operations each diagonal is several passes over fp32 numbers in memor
 once, for all diagonals together; sums stay in registers, in fp32, and no product is rounded. Scores are not kept: the backward pass
 recomputes them from queries and keys, which it reads anyway.
 
-A program computes one row of all heads that share keys. So it sums the gradients of these keys alone, always in the same order.
+A program computes one row of all heads that share keys. So it alone sums the gradients of these keys, always in the same order.
 
 This module is imported only where it is used: it needs triton, and a GPU or TRITON_INTERPRET=1.
 
