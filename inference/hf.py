@@ -54,7 +54,7 @@ def generate(
     Greedy output is the model's own, token for token. Sampled output is distributed as the model's, and repeatable after
     ``torch.manual_seed``. There are two differences: padding does not count for the repetition penalty, and stopping criteria of your own
     are called for each sequence by itself. The decoder (with a folder's drafter, and on a GPU with buffers and device graphs) is kept with
-    the model. Later calls with the same arguments use it again; for a folder, as long as its files do not change.
+    the model. Later calls with the same arguments reuse it, until a given folder's files change.
 
     ``drafter``: a Drafter, any other proposer, a folder, or None for plain decoding. ``policy``: the shape of the trees; None: the fastest
     shape, chosen every round (inference/decoding/auto.py), which above temperature 0 may draw other samples in another process; "tuned":
@@ -84,8 +84,8 @@ def generate(
 
 
 def speculate(drafter: Guesser, *, policy: Policy = None, tokenizer: Any = None, streamer: Any = None) -> Callable[..., Any]:
-    """A decoding loop for ``model.generate(..., custom_generate=speculate(drafter))``; the arguments are those of ``generate``, and so is
-    what is kept with the model from call to call.
+    """A decoding loop for ``model.generate(..., custom_generate=speculate(drafter))``. It takes the arguments of ``generate``, and keeps
+    the decoder with the model in the same way.
 
     transformers 5.19 does not pass ``streamer`` and ``tokenizer`` to such a function. So give the streamer to ``speculate`` (a streamer
     given to ``model.generate`` is refused, because no token would reach it), and stop strings as
@@ -107,7 +107,7 @@ def speculate(drafter: Guesser, *, policy: Policy = None, tokenizer: Any = None,
         own = own.or_the_last(model, drafter, policy, tokenizer)
         decoder = own.decoder_of(model, drafter, policy, tokenizer)
         each = samplings(settings, sampled, len(prompts))
-        how: dict[str, Any] = {"new_tokens": max(ends.length - length, 1), "stop_ids": ends.stop}  # ends are checked after a token
+        how: dict[str, Any] = {"new_tokens": max(ends.length - length, 1), "stop_ids": ends.stop}  # at least 1: criteria follow a token
         growing = [_Growing(row, ends, how["new_tokens"], streamer, len(prompts)) for row in input_ids]
         together = decoder.batches and decoder.engine_holds(max(map(len, prompts)) + how["new_tokens"])
         if len(prompts) > 1 and not processors and together:
@@ -135,7 +135,7 @@ def speculate(drafter: Guesser, *, policy: Policy = None, tokenizer: Any = None,
 
 
 class _Kept:
-    """Keeps a decoder from call to call while its ingredients stay the same. A copy or pickle of the model takes it along empty."""
+    """Keeps a decoder from call to call while its ingredients stay the same. In a copy or pickle of the model it is empty."""
 
     def __init__(self) -> None:
         self.made_of: list[Any] = []
@@ -145,7 +145,9 @@ class _Kept:
         return _Kept, ()
 
     def or_the_last(self, model: Any, *made_of: Any) -> _Kept:
-        """That of the model's last call where it is made of the same and this is empty; else this, which the model holds from now on."""
+        """The one of the model's last call, if its decoder has the same ingredients and this one has no decoder yet. Otherwise this one,
+        which the model holds from now on.
+        """
         last = vars(model).get(KEPT)
         if self.decoder is None and isinstance(last, _Kept) and last.decoder and _same(last.made_of, _made_of(model, *made_of)):
             return last
@@ -173,7 +175,7 @@ def _made_of(model: Any, drafter: Guesser, policy: Policy, tokenizer: Any) -> li
         weight = next(drafter.parameters(), None)
         files = None if weight is None else (weight.device, weight.dtype)
     ends = getattr(drafter, "_ends", None)  # the drafter may have been attached to another target meanwhile
-    # addresses of the weights: they change with another output head, or an adapter, that a captured graph does not know
+    # the addresses of the weights change with a new output head or adapter, which captured graphs would not use
     places = [p.data_ptr() for p in model.parameters()]
     adapters = [(str(m.active_adapters), m.disable_adapters, m.merged) for m in model.modules() if hasattr(m, "lora_A")]
     return [model, drafter, tokenizer, ends[0] if ends else None, (model.device, model.dtype, policy, files, places, adapters)]
@@ -208,7 +210,7 @@ def _open(drafter: Guesser, model: Any, tokenizer: Any, policy: Policy) -> Decod
 
 
 def _check_caller(model: Any) -> None:
-    """Raises UserError where ``model.generate`` was given what it does not pass on, a streamer or an assistant: its frame is searched."""
+    """Raises UserError if ``model.generate`` was given a streamer or an assistant, which it does not pass on. Its frame is searched."""
     frame = inspect.currentframe()
     while frame is not None and not (frame.f_code.co_name == "generate" and frame.f_locals.get("self") is model):
         frame = frame.f_back
@@ -275,9 +277,10 @@ def _together(decoder: Decoder, prompts: list[list[int]], growing: list[_Growing
 
 
 def _padded(said: list[list[int]], pad: Tensor | None) -> Tensor:
-    """The new tokens as one tensor [B, longest], padded on the right. ``pad``: the config's own, or its first end, as transformers has it.
+    """The new tokens as one tensor, int64 [B, longest], padded on the right. ``pad``: the pad token that transformers prepared: the
+    config's own, or else its first end token; None: there is neither.
 
-    Raises UserError where padding is needed and there is neither.
+    Raises UserError where padding is needed and ``pad`` is None.
     """
     longest, fill = max(map(len, said)), [] if pad is None else [int(pad)]
     if not fill and any(len(row) < longest for row in said):

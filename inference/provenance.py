@@ -25,8 +25,8 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The checkout's commit, with ``-dirty`` where files differ from it; ``unknown`` outside a git checkout of our own: a wheel may be
-    installed within another repository.
+    """The checkout's commit, with ``-dirty`` where files differ from it. ``unknown`` where this package is not its own git checkout: an
+    installed wheel may lie within another repository.
     """
     here = Path(__file__).resolve().parents[1]
     try:
@@ -41,8 +41,8 @@ def commit() -> str:
 
 
 def machine(device: torch.device) -> str:
-    """The name of the GPU, or of the processor with the instructions and the number of threads that torch uses. (Virtual machines hide
-    which processor they run on, and speeds of those with AVX2 and with AVX-512 differ by factors.)
+    """The name of the GPU; or of the processor, with the instruction set and number of threads that torch uses. (Virtual machines hide
+    which processor they run on, and the speeds with AVX2 and with AVX-512 differ several times.)
     """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)

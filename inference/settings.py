@@ -74,7 +74,7 @@ def path_of(settings: Settings) -> str:
 
 @contextmanager
 def located(settings: Settings) -> Iterator[str]:
-    """A context that gives a target's path, for reading it. Where a preset's model is missing, the UserError says what to do."""
+    """A context in which a target is read; it gives the target's path. Where a preset's model is missing, the UserError says what to do."""
     from transformers import AutoConfig
 
     path = path_of(settings)
@@ -118,7 +118,7 @@ class Decode(NamedTuple):
     sampling: SamplingParams
     prompts: int
     new_tokens: int
-    sequences: Sequence[int]  # numbers of prompts to decode at once, besides one
+    sequences: Sequence[int]  # how many prompts to decode at once: each of these numbers, besides one
     proposer: Settings  # who guesses: {"kind": "drafter"}, or other settings for ``open_proposer``
     tuned: bool  # take the trees of decode.json
 

@@ -23,7 +23,7 @@ def open_speculator(folder: str | Path, target: Target) -> Drafter:
 
 
 def load_attached(folder: str | Path, target: TargetInfo) -> Drafter:
-    """``open_speculator`` without prepacking: needs no layers of the target, and the drafter's weights can still be read and trained."""
+    """``open_speculator`` without prepacking. It needs no layers of the target, and the drafter's weights can still be read and trained."""
     drafter = load_speculator(folder, target)
     drafter.attach(target.ends)
     return drafter.to(device=target.device, dtype=target.dtype).eval()

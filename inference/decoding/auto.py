@@ -1,9 +1,9 @@
 """``decode=auto``: choose in every round the tree shape, or no drafting, that promises the largest speed-up.
 
-A round of a shape emits tau tokens and costs as much as c plain rounds. The shape with the largest tau / c is taken; where that hardly
-gains, none. Costs are measured once on this machine. tau is expected: 1 + the sum over depths d of the product of the acceptance rates up
-to d. Each rate is a running mean over the sequence's own past, mixed with a prior of the drafter (inference/reports/prior.py). So other
-sequences do not change what a sequence says. The choice uses no token that is still to be drawn, which leaves every rule exact.
+A round of a shape emits tau tokens and costs as much as c plain rounds. The shape with the largest tau / c is taken. If even its tau / c is
+below ``MARGIN``, most rounds do not draft. Costs are measured once per process. tau is estimated: 1 + the sum over depths d of the product
+of the acceptance rates up to d. Each rate is a running mean over the sequence's own past, mixed with a prior of the drafter
+(inference/reports/prior.py). The choice uses no token that is still to be drawn, so every verification rule stays exact.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
 
 # Constants of the prior, chosen by simulating many acceptance rates and costs, of good and bad drafters alike.
-PRIOR, WEIGHT = [0.65], 2.0  # acceptance by depth where it is unknown, and the weight of that, in guesses
-SURE = 32.0  # the weight where the acceptance was measured
-LEANS = 16.0  # the weight, in guesses, of a depth's prior after it was scaled by what was seen at all depths
-FADE = 0.96  # the past's weight is multiplied by this every round, drafted or not, because texts change
+PRIOR, WEIGHT = [0.65], 2.0  # acceptance rate by depth where it was never measured, and the weight of this prior, in guesses
+SURE = 32.0  # weight of the prior, in guesses, where the drafter's acceptance was measured
+LEANS = 16.0  # weight, in guesses, of a depth's prior once it was scaled by the misses seen at all depths
+FADE = 0.96  # past guesses of a depth lose weight by this factor when the depth is seen again or a round does not draft: texts change
 BRANCHES = 0.7  # share of the chain's misses that a tree is assumed to miss too
-# To find out whether drafting gains, so many plain rounds may be lost at the start (where the drafter's acceptance was measured there is
-# less to find out), and such a share of every later round.
+# Trying to draft may cost time where it does not gain. CREDIT: how many plain rounds may be lost by this at the start (KNOWN_CREDIT where
+# the drafter's acceptance was measured, so that there is less to find out). LOSS: added to the credit by every round without drafting.
 CREDIT, KNOWN_CREDIT, LOSS = 1.5, 0.5, 0.005
-# Turns of a measurement; the most rounds of a turn, and seconds after which it ends. Only the later half of its rounds counts: a small
-# model takes some 15 rounds of a kind until the weights that they read lie in the caches.
+# A measurement takes TURNS turns. A turn ends after ROUNDS rounds or LONG seconds. Only the later half of its rounds counts: a small model
+# needs about 15 rounds of one kind until the CPU caches hold the weights.
 TURNS, ROUNDS, LONG = 5, 32, 0.2
-# A smaller gain counts as none: a round among others, or on another day, costs up to a tenth more than when it was measured.
+# A smaller speed-up counts as none: between other rounds, or on another day, a round can cost up to 10 % more than it was measured to cost.
 MARGIN = 1.05
-PATIENCE, MOST = 8, 256  # rounds without drafting until the next choice, at most: where guesses were seen, which fades; where none were
-WORTH = 24  # new tokens of one sequence from which on measuring is worth its time
+PATIENCE, MOST = 8, 256  # most rounds without drafting before the next choice: PATIENCE once guesses were seen (they fade), MOST before
+WORTH = 24  # a measurement is only worth its time for a sequence of at least this many new tokens
 
 
 @dataclass
@@ -78,8 +78,9 @@ class AcceptanceByDepth:
         self.right, self.seen = [FADE * x for x in self.right], [FADE * x for x in self.seen]
 
     def by_depth(self, prior: Sequence[float], weight: float) -> list[float]:
-        """The estimated acceptance rate of each depth. ``prior``: the rates assumed beforehand; their mean weighs as much as ``weight``
-        guesses. The ratio of seen to assumed misses over all depths scales each depth's prior, which the guesses seen there then correct.
+        """The estimated acceptance rate of each depth. ``prior``: the rate assumed for each depth. First, the miss rate over all depths is
+        estimated from the guesses seen and the prior's mean, which weighs as much as ``weight`` guesses. Its ratio to the assumed miss rate
+        scales the misses of every depth's prior. Then each depth's own guesses are averaged with ``LEANS`` guesses of this scaled prior.
         """
         before = sum(prior) / len(prior)
         after = (sum(self.right) + weight * before) / (sum(self.seen) + weight)
@@ -149,7 +150,7 @@ class Pace:
         gains = [sum(each) / len(pasts) / cost for *each, cost in zip(*taus, auto.costs, strict=True)]
         best = max(range(len(gains)), key=gains.__getitem__)
         lost = auto.costs[best] * (MARGIN - gains[best])  # the loss of one try, in plain rounds
-        lost = lost + auto.reading * waiting if lost > 0 else 0.0  # where drafting gains, reading those rows soon pays
+        lost = lost + auto.reading * waiting if lost > 0 else 0.0  # where drafting gains, it soon repays reading these rows
         if lost > self.credit:
             seen = any(past.chain.seen or past.tree.seen for past in pasts)  # else nothing changes until the credit suffices
             short = int((lost - self.credit) / LOSS)
@@ -183,9 +184,9 @@ def found_of(target: Target, proposer: Any, policy: TreePolicy, sampling: Sampli
 
 
 def auto_of(policy: TreePolicy, target: Target, proposer: Proposer, sampling: SamplingParams, generate: Callable[..., Any]) -> Auto:
-    """The costs for sequences that are decoded alone, by ``decode.generate``; measured at the first call, then the same for all. A
-    meaningless text is continued for it: the time of a round hardly depends on the guesses, once trees grow to their full depth. (``least``
-    would end them earlier in this text, where the drafter is unsure, than in others.)
+    """The costs of rounds for sequences that are decoded alone, by ``decode.generate``. Measured at the first call, then kept for the
+    process. The measurement continues a meaningless text, because the time of a round hardly depends on which tokens are guessed. It grows
+    trees to their full depth: in such a text the drafter is unsure, and ``least`` would end trees earlier than in real text.
     """
     known, key = known_of(target, proposer), key_of(policy, sampling)
     if key in known:
@@ -235,7 +236,7 @@ def clock_of(target: Target) -> Callable[[], float]:
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until a GPU has done what it was given; a CPU has already."""
+    """Wait until a GPU has finished its work. On a CPU there is nothing to wait for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -245,8 +246,8 @@ class _Enough(Exception):
 
 
 def auto_of_rounds(rounds: Any, kind: Any, warp: LogitsWarper, long: float | None = None) -> Auto:
-    """The costs for the sequences that the engine holds (``Rounds``), which stay as they are; measured once for each kind of round.
-    ``long``: seconds of a turn instead of ``LONG``.
+    """The costs of rounds for the sequences that the engine holds now (``Rounds``). Measured once for each kind of round; the state of the
+    sequences is restored after every measured round. ``long``: seconds of a turn instead of ``LONG``.
     """
     known, key = known_of(rounds.target, rounds.drafter), (kind.policy, rounds.rule, costs_as(rounds.rule, warp.heat), kind.n)
     if key in known:
@@ -270,9 +271,9 @@ def auto_of_rounds(rounds: Any, kind: Any, warp: LogitsWarper, long: float | Non
 
 
 def _over_plain(shapes: Sequence[TreePolicy], block: Callable[[TreePolicy | None], float]) -> list[float]:
-    """The cost of a round of each shape over a plain round. ``block`` times a run of rounds of one shape, as in decoding, and returns the
-    seconds of one (rounds of other shapes in between would change the caches). Three chains are measured, the others interpolated. Two
-    turns are enough where both say that no shape could gain even if every guess were right.
+    """The cost of a round of each shape, relative to a plain round. ``block`` runs many rounds of one shape and returns the seconds of one.
+    (Rounds of other shapes in between would change what the CPU caches hold.) Three chains are measured, the others interpolated. Two turns
+    are enough where both say that no shape could gain even if every guess were right.
     """
     chains = [shape for shape in shapes if shape.kind == "chain"]
     some = list(dict.fromkeys([chains[0], chains[len(chains) // 2], chains[-1], *(s for s in shapes if s.kind != "chain")]))
@@ -289,7 +290,7 @@ def _over_plain(shapes: Sequence[TreePolicy], block: Callable[[TreePolicy | None
 
 
 def _agreed(costs: list[float], target: Target) -> list[float]:
-    """The first process's costs, in all processes that share the target's layers: they must choose alike."""
+    """The costs of the first process. All processes that share the target's layers take these, because they must choose the same shapes."""
     if target.shared:
         torch.distributed.broadcast_object_list(costs)
     return costs

@@ -11,7 +11,7 @@ import torch
 from headstart.inference.decoding.said import Said
 from headstart.inference.decoding.sampling import LogitsWarper
 
-MOST_GRAPHS = 512  # beyond it the oldest is dropped, so that clients' many settings and lengths do not fill the device
+MOST_GRAPHS = 512  # of one engine; then the oldest is dropped, so that the many settings and lengths of clients do not fill the device
 Key = tuple[Any, tuple[int, ...]]  # the kind of a round, and the flags of its sampling (``flags_of``)
 
 
@@ -50,9 +50,9 @@ class Graphs:
     def capture(
         self, draft: Callable[[], Any] | None, verify: Callable[[Any], Any], put_back: Callable[[], None], nothing: Callable[[], Any]
     ) -> Captured:
-        """Capture a round. ``verify`` takes what ``draft`` returns; where ``draft`` is None, what ``nothing`` returns. Each run makes its
-        own, because a graph must not read a tensor that an earlier run cached there: it is freed when the capture ends. ``put_back``
-        restores the state that running the round changes. Raises RuntimeError where the round cannot be captured.
+        """Capture a round. ``verify`` takes the tree that ``draft`` returns, or where ``draft`` is None the tree that ``nothing`` returns.
+        Every run makes a new tree: a tree caches tensors, and a graph must not read what an earlier run cached, which is freed when the
+        capture ends. ``put_back`` restores the state that a run changes. Raises RuntimeError where the round cannot be captured.
         """
         self.rehearse(lambda: verify(nothing() if draft is None else draft()), put_back)
         replay, drafted = (lambda: None, None) if draft is None else self.record(draft)
@@ -81,7 +81,8 @@ class Graphs:
         graph = torch.cuda.CUDAGraph()
         # thread_local: other threads of this process may use the device meanwhile without failing the recording
         how: Any = {"pool": self.pool, "stream": self.stream, "capture_error_mode": "thread_local"}
-        with torch.cuda.stream(self.stream), torch.cuda.graph(graph, **how):  # the outer one: a failed recording stays on its stream
+        # the outer context restores the current stream if a recording fails, which torch.cuda.graph does not
+        with torch.cuda.stream(self.stream), torch.cuda.graph(graph, **how):
             result = call()
         return graph.replay, result
 

@@ -22,7 +22,7 @@ class Context:
     """One sequence being decoded: the target, its tapped layers, and its key-value cache of the sequence."""
 
     def __init__(self, target: Target, taps: Collection[int], rows: int = 0) -> None:
-        """``rows``: room in the cache, for the longest that the sequence may become; 0: the cache grows."""
+        """``rows``: rows to allocate in the cache, enough for the longest that the sequence may become; 0: the cache grows."""
         self.target, self.taps = target, tuple(taps)
         self.memory = target.new_memory(rows)
         self.length = 0  # tokens that were read and kept
@@ -41,8 +41,8 @@ class Context:
         return self.target.read_rows(tokens_R[None], positions_R[None], self.memory, sees, self.taps)
 
     def read_prompt(self, tokens_T: Tensor) -> tuple[dict[int, Tensor], Tensor]:
-        """Read a prompt of any length in chunks, so that no mask of all tokens by all tokens is made. (Where it is longer than the target's
-        ``turn``, in one pass: a chunk before the turn would be read by other rotations.) Call ``keep`` before reading on.
+        """Read a prompt of any length in chunks, so that no mask of all tokens by all tokens is made. A prompt longer than the target's
+        ``turn`` is read in one pass, because chunks before the turn would be read with other rotations. Call ``keep`` before reading on.
 
         Returns the tapped states of all tokens, [1, T, D], and the final state of the last chunk alone.
         """

@@ -33,7 +33,7 @@ class CounterRNG:
         self.ready: dict[int, Tensor] = {}  # slot -> its first number of each sequence, [B]
 
     @cached_property
-    def key_B(self) -> Tensor:  # cached, not made at once: at temperature 0 nobody asks for it
+    def key_B(self) -> Tensor:  # computed on first use: at temperature 0 it is never needed
         """A hash of each sequence's seed and position, from which all numbers of the round follow, int64 [B]."""
         return _mix(_mix(self.seeds_B) + self.positions_B)
 
@@ -73,7 +73,7 @@ class CounterRNG:
         return u_B < p_B.to(u_B.device)
 
     def flip_alone(self, p: float, slot: int) -> bool:
-        """``flip`` for one sequence, on the host where its numbers are made there."""
+        """``flip`` for one sequence; computed on the host, without tensors, on a CPU."""
         if self.host is None:
             return bool(self.flip(torch.tensor([p], dtype=torch.float64), slot))
         return _number(self.host, slot, 0) < p
@@ -102,7 +102,7 @@ def _indices(slots: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A bijection of int64 whose every output bit depends on every input bit (the finaliser of splitmix64, Steele et al. 2014)."""
+    """A bijection of int64 in which every output bit depends on every input bit (the finalizer of SplitMix64, Steele et al., 2014)."""
     x = x + -7046029254386353131
     x = (x ^ _shift(x, 30)) * -4658895280553007687
     x = (x ^ _shift(x, 27)) * -7723592293110705685

@@ -75,7 +75,9 @@ OnTokens = Callable[[list[int]], None]
 
 
 def check_prompt(target: Target, prompt: Sequence[int], new_tokens: int) -> None:
-    """Raises UserError for an empty prompt, a token outside the vocabulary, and a length that the target's context cannot hold."""
+    """Raises UserError for an empty prompt, a token outside the vocabulary, negative ``new_tokens``, and a length that the target's context
+    cannot hold or that crosses the target's ``turn``.
+    """
     limit = target.shape.max_positions
     if not len(prompt):
         raise UserError("the prompt is empty")
@@ -92,14 +94,16 @@ def check_prompt(target: Target, prompt: Sequence[int], new_tokens: int) -> None
 
 
 def stops_of(target: Target, given: Sequence[int] | None) -> frozenset[int]:
-    """The tokens that end a sequence: the given ones, or the target's own (None). Configs also name ids beyond the vocabulary, and -1 for
-    none: nothing ends by those.
+    """The tokens that end a sequence: the given ones, or the target's own (None). Some configs name ids beyond the vocabulary, or -1 for
+    "no token"; these are left out.
     """
     return frozenset(token for token in (target.stop_ids if given is None else given) if 0 <= token < target.shape.vocab_size)
 
 
 def longest(target: TargetInfo, tokens: int) -> int:
-    """The most tokens that a sequence can have whose prompt has ``tokens``: the target's context, or its turn, which none may cross."""
+    """The most tokens of a sequence, prompt included, if its prompt has ``tokens`` tokens: the target's context length, or the target's
+    ``turn`` for a prompt that ends before the turn, because no sequence may cross it.
+    """
     return target.turn if target.turn and tokens <= target.turn else target.shape.max_positions
 
 
@@ -122,8 +126,8 @@ def generate(
     """Continue ``prompt`` by up to ``new_tokens`` tokens. ``on_tokens`` is called with the new tokens of every round.
 
     Stops after the first of ``stop_ids`` (default: the target's own end-of-text ids). ``process`` changes the target's scores of every
-    next token, like a LogitsProcessor of transformers. Raises UserError for an empty prompt, for a prompt that does not fit the target's
-    context, for a rule that cannot verify the policy's trees, and for a proposer without a policy.
+    next token, like a LogitsProcessor of transformers. Raises UserError for what ``check_prompt`` refuses, for a rule that cannot verify
+    the policy's trees, and for a proposer without a policy.
     """
     check_prompt(target, prompt, new_tokens)
     if new_tokens == 0:
@@ -146,11 +150,11 @@ def run(sequence: SequenceState, proposer: Proposer | None, policy: TreePolicy |
     if proposer is not None and not result.ended:
         proposer.start(context, len(prompt) + new_tokens)
     while not result.ended:
-        # Guesses beyond the last token cannot be kept (the target adds one token itself), so the tree is cut to what is left. But above
-        # temperature 0 another tree draws other samples: there only the context's end cuts it, as in the static path.
+        # Guesses beyond the last new token are useless (the target adds one token itself), so the tree is cut to what is left. But above
+        # temperature 0 a smaller tree would draw other samples: there only the end of the context cuts it, as in the static path.
         left = sequence.limit - 1 - context.length if sampled else new_tokens - len(result.tokens) - 1
         chosen = shape = policy if auto is None else pace.choose(auto, [past], context.length - absorbed)
-        if auto is not None and pace.closed >= new_tokens - len(result.tokens):  # nothing will be guessed to the end: no states are kept
+        if auto is not None and pace.closed >= new_tokens - len(result.tokens):  # no later round will draft
             proposer, policy, auto, context.taps = None, None, None, ()
         tree, root_row = Tree.empty(target.device), torch.tensor([token], device=target.device)
         rng = sequence.rng(context.length, shape)
@@ -180,7 +184,7 @@ def _choices(
     target: Target, proposer: Proposer | None, policy: TreePolicy | None, sampling: SamplingParams, new_tokens: int
 ) -> tuple[TreePolicy | None, Auto | None]:
     """The policy of every round; with an auto policy also the costs by which each round's shape is chosen. They are measured before the
-    sequence's clock starts; for a sequence too short to be worth that, nothing is guessed. Raises UserError for a rule that cannot verify
+    sequence's clock starts. A sequence too short to be worth a measurement does not draft. Raises UserError for a rule that cannot verify
     the policy's trees.
     """
     if policy is not None and sampling.temperature > 0:
@@ -193,7 +197,7 @@ def _choices(
 
 
 class SequenceState:
-    """One sequence as far as it is decoded, and how its next tokens are chosen from the target's states."""
+    """The state of one sequence that is being decoded. Chooses its next tokens from the target's states."""
 
     def __init__(
         self, target: Target, prompt: Sequence[int], new_tokens: int, sampling: SamplingParams, stop: Sequence[int] | None,

@@ -25,8 +25,8 @@ from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 
 BY_ENGINE = ("cuda",)  # devices on which one sequence is fastest through an engine
-LEAST = 512  # an engine has room for at least so many tokens a sequence, unless ``max_length`` is given
-ATTEMPTS = 3  # runs of ``timed`` until one captures and measures nothing
+LEAST = 512  # an engine has room for at least this many tokens per sequence, unless ``max_length`` is given
+ATTEMPTS = 3  # ``timed`` repeats a run that captured or measured something, up to this many runs
 
 T = TypeVar("T")
 
@@ -83,7 +83,9 @@ class Decoder:
         return self.target.device.type in BY_ENGINE and self.batches and self.engine_holds(tokens)
 
     def engine_holds(self, tokens: int) -> bool:
-        """Whether an engine can decode sequences of ``tokens`` tokens. Beyond the target's turn it would have to read them again whole."""
+        """Whether an engine can decode sequences of ``tokens`` tokens: not beyond the target's ``turn``, where it would have to read each
+        sequence again from its start.
+        """
         return self.target.turn is None or tokens <= self.target.turn
 
     def generate(
@@ -118,11 +120,13 @@ class Decoder:
             return row
 
     def timed(self, prompt: Sequence[int], *, clock: Callable[[], float] = time.perf_counter, **how: Any) -> tuple[Generation, float]:
-        """``generate`` with the arguments ``how``, and its seconds by ``clock``; repeated while calls capture or measure something."""
+        """``generate`` with the arguments ``how``. Returns its result, and its seconds by ``clock``. A call that captured or measured
+        something is repeated, at most ``ATTEMPTS`` calls in all.
+        """
         return self._timed(lambda: self.generate(prompt, **how), clock)
 
     def timed_many(self, prompts: Sequence[Sequence[int]], *, sequences: int, **how: Any) -> tuple[list[Row], float]:
-        """``generate_many`` with the arguments ``how``, and its seconds; repeated as in ``timed``."""
+        """``generate_many`` with the arguments ``how``. Returns its result and its wall-clock seconds; repeated as in ``timed``."""
         return self._timed(lambda: self.generate_many(prompts, sequences=sequences, **how), time.perf_counter)
 
     def _timed(self, call: Callable[[], T], clock: Callable[[], float]) -> tuple[T, float]:
@@ -143,8 +147,8 @@ class Decoder:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         stop_ids: Sequence[int] | None = None,
     ) -> list[Row]:
-        """Continue many prompts, at most ``sequences`` at a time. ``sampling``: one for all prompts, or one for each. Raises UserError for
-        a prompt that does not fit.
+        """Continue many prompts, at most ``sequences`` at a time. ``sampling``: one for all prompts, or one for each. Returns one row per
+        prompt, in their order. Raises UserError for a prompt that does not fit.
         """
         each = [sampling or SamplingParams()] * len(prompts) if sampling is None or isinstance(sampling, SamplingParams) else list(sampling)
         for prompt in prompts:
@@ -158,7 +162,9 @@ class Decoder:
 
     @contextmanager
     def held(self, sequences: int, max_length: int, plans: Plans) -> Iterator[Engine]:
-        """The engine, with room for ``sequences`` sequences of ``max_length`` tokens. Afterwards it is emptied, and kept."""
+        """A context that gives the engine, with room for ``sequences`` sequences of ``max_length`` tokens. On exit it is emptied, and kept
+        for later calls.
+        """
         engine = self.engine_for(sequences, max_length, plans)
         try:
             yield engine
@@ -166,7 +172,7 @@ class Decoder:
             engine.clear()
 
     def engine_for(self, sequences: int, max_length: int, plans: Plans) -> Engine:
-        """The same engine, for a caller that empties it on its own."""
+        """``held`` without a context: the caller must empty the engine with ``Engine.clear``."""
         more = [tree for tree in plans.values() if tree is not None and tree not in self.trees]
         if self.engine is None or sequences > len(self.engine.places) or max_length > self.engine.max_length or more:
             self._make(sequences, max_length, more)
@@ -207,7 +213,7 @@ def generate_batch(
     stop_ids: Sequence[int] | None = None,
     sequences: int = 8,
 ) -> list[Row]:
-    """``Decoder.generate_many`` with a decoder that is made for this call alone, and takes ``policy`` as its plans."""
+    """``Decoder.generate_many`` with a decoder that is made for this call alone. ``policy``: the decoder's ``plans``."""
     first = sampling if isinstance(sampling, SamplingParams) else next(iter(sampling or ()), SamplingParams())
     max_length = max(map(len, prompts), default=0) + new_tokens
     decoder = Decoder(target, drafter, policy, rule=first.rule, max_length=max_length)

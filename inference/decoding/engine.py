@@ -34,8 +34,9 @@ WAITS = 8  # rounds without drafting that the drafter may absorb later, under an
 class Engine:
     """Decodes up to ``sequences`` sequences of up to ``max_length`` tokens at once. ``plans``: one tree at any load, or trees by load.
 
-    While the plan is None, nothing is kept for the drafter either: it never reads the rounds, or even whole prompts, of that time. When it
-    drafts again, its guesses for those sequences are worse; the output stays exact.
+    While the plan is None, the drafter gets no input: it never reads the tokens of those rounds, nor the prompts that were read in that
+    time. When it drafts again, its guesses for those sequences are worse; the output stays exact. Raises UserError for a rule that cannot
+    verify the plans' trees.
     """
 
     def __init__(
@@ -62,9 +63,9 @@ class Engine:
         self.late = target.device.type == "cuda"
         self.places: list[Row | None] = [None] * sequences
         self.pending: list[tuple[list[Row | None], Said, Any, TreePolicy | None]] = []  # rounds whose tokens the host has not read yet
-        self.ready = True  # the next round can draft: the states of the last accepted rows were kept, or no row of them will draft again
+        self.ready = True  # the next round can draft: no sequence lacks the states of its last accepted rows
         self.owed = 0  # the most rows of any sequence that may be waiting for the drafter
-        self.continued = False  # the last pass over prompts went on with some, and began none
+        self.continued = False  # whether the last pass over prompts continued prompts, rather than beginning new ones
         self.pace = Pace()
         self.preparations = 0  # how often a graph was captured, or the shapes of an auto policy measured
 
@@ -80,7 +81,7 @@ class Engine:
         return next((p for size, p in self.plans.items() if load <= size), None)
 
     def warm_up(self) -> None:
-        """Capture and measure rounds before the first sequence. Later no graph is captured, because all sequences would have to wait."""
+        """Capture and measure rounds before the first sequence. Afterwards no graph is captured: all sequences would have to wait."""
         if self.rounds.graphs is not None or self.auto:
             self.run([[0]], new_tokens=2, sampling=[SamplingParams(rule=self.rule)], stop_ids=())  # makes the buffers that the graphs read
             prepare_expected(self.rounds, self._plan)
@@ -94,7 +95,9 @@ class Engine:
         stop_ids: Sequence[int] | None = None,
         likely: int | None = None,
     ) -> Row:
-        """Add a sequence, whose prompt the next steps read. There must be a free row. Raises UserError for a prompt that does not fit."""
+        """Add a sequence; the next steps read its prompt. There must be a free place (``free``). ``likely``: see ``Row.likely``. Raises
+        UserError for a prompt that does not fit, and for another rule than the engine's.
+        """
         sampling, target = sampling or SamplingParams(rule=self.rule), self.target
         check_prompt(target, prompt, new_tokens)
         if len(prompt) + new_tokens > self.max_length:
@@ -176,7 +179,7 @@ class Engine:
             row.began += took
 
     def _on_host(self, said: Said) -> tuple[Said, Any]:
-        """Begin to copy a round's results to the host. Returns them, and the event after which they are there (None: at once)."""
+        """Begin to copy a round's results to the host. Returns the copies, and the event after which they are valid (None: at once)."""
         if not self.late:
             return said, None
         said = Said(said.tokens.to("cpu", non_blocking=True), None if said.likely is None else said.likely.to("cpu", non_blocking=True))
@@ -187,7 +190,9 @@ class Engine:
         return said, event
 
     def _choose(self, kind: Kind, rows: list[Row], warp: LogitsWarper) -> Kind:
-        """The next round under an auto policy. Without graphs it keeps no states if no shape will be chosen before all sequences end."""
+        """The kind of the next round under an auto policy. Without graphs, a round keeps no states if all sequences end before the next
+        choice of a shape.
+        """
         known = (kind.policy, self.rule, costs_as(self.rule, warp.heat), kind.n) in known_of(self.target, self.drafter)
         full = self.owed >= self.rounds.waits  # measuring runs plain rounds, whose rows must find room to wait
         if not known and (full or max(row.most - len(row.tokens) for row in rows) < WORTH):
@@ -260,8 +265,8 @@ class Engine:
 
     def _next_to_read(self) -> list[Row]:
         """The rows whose prompts are read next, side by side: as many as fit into one pass, the oldest requests first. Passes that begin
-        prompts and passes that go on with some take turns, so that nobody waits for all of a long prompt. A row waits while another row
-        reads a beginning that both prompts share, and then copies it.
+        prompts alternate with passes that continue them, so that a new request need not wait until a long prompt is read. A row waits while
+        another row reads a beginning that both prompts share, and then copies it.
         """
         found, unread = list[Row](), [row for row in self.active if row.read < len(row.prompt)]
         for row in sorted(unread, key=lambda row: ((row.read > 0) == self.continued, row.began)):

@@ -55,7 +55,7 @@ class FixedMemory(Memory):
         device = self.kept_B.device
         self.loading, self.written, self.fresh = torch.tensor(places, device=device)[:, None], 0, not any(kept)
         self.upto = min(max(kept) + rows, self.capacity)  # rows beyond the capacity are padding
-        self.before = self.upto - rows  # never 0: there is room for one row more
+        self.before = self.upto - rows  # above 0 where prompts go on: ``rows`` is below the capacity
         self.kept_B[self.loading[:, 0]] = torch.tensor(kept, device=device)
         if self.fresh:
             return CausalSees(rows, rows)
@@ -69,7 +69,7 @@ class FixedMemory(Memory):
         self.kept_B[goal] = rows
 
     def _new_buffers(self, layer: int, k: Tensor, v: Tensor) -> Segment:
-        """Buffers for a layer's keys and values like these, out of their device's stack. (Layers below 0 hold no layer of the model.)"""
+        """Buffers for keys and values like these of one layer, out of their device's stack. (A layer below 0 is none of the model's.)"""
         layers = self.alike.get(k.device, 1) if layer >= 0 else 1
         count = 2 * layers if (k.shape[1], k.shape[3]) == (v.shape[1], v.shape[3]) else layers
         return self._new_buffer(k, count), self._new_buffer(v, count)
@@ -128,18 +128,20 @@ class FixedMemory(Memory):
             buffer[next(at), :, next(at)] = x.transpose(1, 2).to(buffer.dtype)
 
     def rows(self, layer: int = 0) -> int:
-        """Rows that a pass sees beside its own. (Of a tree's pass, its own rows are those in scratch.)"""
+        """How many rows a pass sees besides its own. (The rows in scratch are the own rows of a tree's pass.)"""
         if self.loading is None:
             return self.padded_length
         return 0 if self.fresh else self.before
 
     def sees_roots(self, rows: int) -> MaskSees:
-        """The rule of ``rows`` new roots after the kept rows: each sees all earlier ones and itself."""
+        """The visibility of ``rows`` new roots after the kept rows: each sees all earlier rows and itself."""
         last_BA = self.kept_B[: self.sequences, None] + self.slot_S[:rows]
         return MaskSees(self.slot_S[: self.padded_length] <= last_BA[..., None])
 
     def sees_nodes(self, own_BEX: Tensor, chain: bool = False) -> MaskSees:
-        """The rule of a round's nodes: they see the kept rows of their sequence, and the nodes that ``own_BEX`` names."""
+        """The visibility of a round's nodes: each sees the kept rows of its sequence, and the nodes that ``own_BEX`` names. The last E of
+        the X nodes are read next.
+        """
         B, E, X = own_BEX.shape
         self.node_slot = self.scratch - self.nodes + X - E
         kept_BES = (self.slot_S[: self.padded_length] < self.kept_B[: self.sequences, None])[:, None].expand(-1, E, -1)
@@ -147,7 +149,9 @@ class FixedMemory(Memory):
         return MaskSees(torch.cat([own_BEX, unread_BES, kept_BES], dim=2))
 
     def keep(self, rows_BA: Tensor, count_B: Tensor) -> None:
-        """Move these rows of the last pass to the end of the kept rows. The first ``count_B`` stay, the others are overwritten later."""
+        """Move rows ``rows_BA`` of the last pass to the end of the kept rows. Only the first ``count_B`` [B] of them count as kept; the
+        others will be overwritten.
+        """
         n = self.sequences
         from_BA = self.scratch - self.nodes + rows_BA
         to_BA = self.scratch + self.kept_B[:n, None] + self.slot_S[: rows_BA.shape[1]]

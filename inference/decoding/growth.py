@@ -1,14 +1,14 @@
 """How a drafter's guesses grow into trees, for many sequences at once.
 
-A tree grows level by level. Every expanded row gets ``branch`` children; those of them that are expanded next are read by the drafter in
-one step. All children of all levels form the pool, from which the tree's nodes are then selected. For chains and fixed trees it is known
-beforehand which nodes are expanded and kept. The dynamic tree (2406.16858) takes those of the highest value; a node's value is the
-product of draft probabilities along its path (at temperature 0 they are sharpened first: see ``sampling.SHARPER``).
+A tree grows level by level. Every expanded row gets ``branch`` children. The drafter then reads, in one step, those children that are
+expanded next. All children of all levels form the pool, from which the tree's nodes are selected at the end. Chains and fixed trees
+determine beforehand which nodes are expanded and kept. The dynamic tree (EAGLE-2, 2406.16858) takes the nodes of the highest value: the
+product of draft probabilities along the node's path (sharpened at temperature 0: see ``sampling.SHARPER``).
 
-Above temperature 0 the last child of a row is drawn (rule ``top_plus_one``; the other rules for trees draw all children). A drawn child's
-value uses the total mass that it was drawn from, never the probability of its token. So whether it is kept does not depend on which token
-was drawn: the token changes only the nodes below it. It is verified against the distribution it was drawn from, whichever siblings were
-kept.
+Above temperature 0 the last child of a row is drawn (rule ``top_plus_one``; the other rules for trees draw all children). The value of a
+drawn child uses the total mass that it was drawn from, never the probability of its token. So whether the child is kept does not depend
+on which token was drawn; the token changes only the nodes below it. The child is verified against the distribution it was drawn from,
+whichever of its siblings were kept.
 
 Everything is tensor operations of fixed shape over all sequences at once, with no loop over nodes. ``hasty`` growth, for one sequence,
 reads values from the device to skip rows that need not be expanded: faster on a CPU, and the tree is the same.
@@ -56,7 +56,7 @@ def grow(
     B, device = position_B1.shape[0], position_B1.device
     plan = plan_of(policy, device) if policy.planned else None
     value_BE: Tensor | None = torch.zeros(B, 1, device=device) if plan is None else None  # log of the values
-    own_BEX: Tensor | None = None  # which of the nodes read so far each row of the last step sees
+    own_BEX: Tensor | None = None  # for each row of the last step, which of the nodes read so far it sees
     levels: list[Level] = []
     expanded = [torch.full((B, 1), -1, device=device)]  # per level, the rows that got children, as indices into the pool; -1: the root row
     pool, likeliest_BN = 0, None
@@ -80,7 +80,7 @@ def grow(
             if policy.least > 0:
                 value_BE = value_BE.masked_fill(value_BE < log(policy.least), -torch.inf)
             if hasty:
-                # A node that is not among the best so far can get no place in the tree, and no node below it can.
+                # A node that is not among the best so far gets no place in the tree, nor does any node below it.
                 so_far = ranked.values if likeliest_BN is None else torch.cat([likeliest_BN, ranked.values], 1)
                 likeliest_BN = so_far.topk(min(policy.nodes, so_far.shape[1])).values
                 busy_BE = (value_BE >= likeliest_BN[:, -1:]) & (value_BE > -torch.inf)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from headstart.inference.decoding.target import Target
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-FEW = 64  # so many first values of every parameter go into the fingerprint
+FEW = 64  # how many of the first values of every parameter go into the fingerprint
 
 
 def rotations(config: Any) -> list[dict[str, Any]]:
@@ -38,15 +38,16 @@ def rotations(config: Any) -> list[dict[str, Any]]:
 
 
 def turn_of(config: Any) -> int | None:
-    """The length in tokens above which a target with longrope takes other rotations: a sequence that crosses it would have to be read again
-    from its start. None for every other target. ``config``: transformers' config of the text model.
+    """The length in tokens above which a target with LongRoPE (2402.13753) uses other rotary frequencies. A sequence that crosses it would
+    have to be read again from its start, because its cached keys have the old rotations. None for targets without LongRoPE. ``config``:
+    transformers' config of the text model.
     """
     long = (rope for rope in rotations(config) if rope.get("rope_type") == "longrope")
     return next((int(rope["original_max_position_embeddings"]) for rope in long), None)
 
 
 class TargetInfo(ABC):
-    """A target as drafters need it: to be built for it, attached to it, saved with its card and checked against it."""
+    """What drafters need of a target. They are built for it, attached to it, saved with its card and checked against it."""
 
     name: str
     tokenizer: Any
@@ -60,20 +61,20 @@ class TargetInfo(ABC):
     @property
     @abstractmethod
     def turn(self) -> int | None:
-        """Where its rope turns: see ``turn_of``."""
+        """The length in tokens above which its rotations change, or None: see ``turn_of``."""
 
     @abstractmethod
     def opened(self) -> Target:
-        """The model, ready for passes; loaded at the first call. Raises UserError where it cannot be."""
+        """The model, ready for passes; loaded at the first call. Raises UserError where it cannot be loaded."""
 
     @abstractmethod
     def first_values(self) -> Iterable[tuple[str, Tensor]]:
         """The name of every parameter of the model with its first ``FEW`` values, in the parameter's dtype."""
 
-    # Called for targets whose passes run in another process or on another machine; a target that reads here does nothing.
+    # These three serve targets whose passes run in another process or on another machine. For a target in this process they do nothing.
 
     def expect(self, taps: Collection[int], length: int) -> None:  # noqa: B027
-        """Announce the taps and the longest document (in tokens) of later calls of ``read``. Raises UserError for what cannot be had."""
+        """Announce the taps and the longest document (in tokens) of later calls of ``read``. Raises UserError where these are refused."""
 
     def begin(self, tokens_BT: Tensor, positions_BT: Tensor) -> None:  # noqa: B027
         """Announce a batch that ``read`` will be called with soon, so that a pass elsewhere can begin."""
@@ -98,7 +99,7 @@ class TargetInfo(ABC):
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """Identifies the target: its card, and a digest of a few weights of every parameter, in which even a fine-tuned copy differs."""
+        """Identifies the target: its card, and a digest of a few weights of every parameter. Even a fine-tuned copy has another digest."""
         sha = hashlib.sha256()
         for name, values in sorted(self.first_values(), key=lambda pair: pair[0]):
             few = values.detach().to("cpu", torch.bfloat16)  # so that the digest does not depend on the dtype that the target was loaded in
@@ -118,7 +119,7 @@ def ends_of(config: Any, embed: nn.Module, head_VD: Tensor, whole: Any) -> Targe
     """The embedding and output head that drafters share. ``config``: of the text model. ``head_VD``: on the embedding's device.
     ``whole``: as in ``TargetEnds``.
     """
-    if hasattr(embed, "embed_scale"):  # gemma multiplies embeddings by a scale; engines share the table without it (or: heads/engines.py)
+    if hasattr(embed, "embed_scale"):  # gemma scales embeddings; engines share the unscaled table (exceptions: heads/engines.py)
         embed = nn.Embedding.from_pretrained(embed.weight)
     softcap, scaled = getattr(config, "final_logit_softcapping", None), logit_scale(config) != 1
     return TargetEnds(embed, scaled_head(config, head_VD), softcap, whole, scaled)

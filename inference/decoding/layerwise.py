@@ -1,7 +1,7 @@
 """Reading a text with a target whose weights stay in their files: only one layer is in memory at a time.
 
-Every weight is loaded once from the files onto the device, and freed after use. This is slow, but possible for a target of any size. It
-serves to check whether hidden states that come from elsewhere are this target's.
+Every weight is loaded once from the files onto the device, and freed after use. This is slow, but works for a target of any size. It is
+used to check whether hidden states from another source are this target's.
 
 Shape suffixes: T tokens, D hidden.
 """
@@ -19,7 +19,7 @@ from headstart.inference.decoding.stored import NotStored, StoredTarget
 
 
 def final_norm(target: StoredTarget) -> nn.Module:
-    """The target's final norm, between its last layer and its output head, with its weights."""
+    """The target's final norm (between its last layer and its output head) with its weights. Raises NotStored where the files lack them."""
     model = _hollow(target)
     _, norm = first_layers(model, 0)
     _fill(target, model, _within(model, norm))
@@ -28,7 +28,9 @@ def final_norm(target: StoredTarget) -> nn.Module:
 
 @torch.no_grad()
 def every_state(target: StoredTarget, tokens_T: Tensor) -> dict[int, Tensor]:
-    """The target's states of one text: k -> the state after k layers [T, D]. 0 is the embedding; the last is after the final norm."""
+    """The target's states of one text: k -> the state after k layers [T, D]. 0 is the embedding; the last is after the final norm. Raises
+    NotStored where the files lack a weight.
+    """
     model = _hollow(target)
     body, _, layers = stack_of(model.get_decoder(), target.shape.layers)
     reader = Backbone(body)

@@ -1,6 +1,6 @@
-"""Corrections for models of transformers that count rows of the cache where positions are meant.
+"""Corrections for models of transformers that use the row number in the cache as a token's position.
 
-The two agree in plain reading, but not in trees and packed documents.
+The two are equal when a text is read plainly, but not in trees and packed documents.
 
 Shape suffixes: B batch, R rows of one pass.
 """
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 
 def mend_scales(layers: Iterable[nn.Module]) -> None:
-    """Make attention temperature tuning (2501.19399; ``attn_temperature_tuning``) follow positions. It sharpens attention in long texts:
-    layers without rotation scale their queries by 1 + s log(1 + floor((position + 1) / f)). Some models of transformers use the row in the
-    cache as the position; here the given positions replace it. Other layers stay as they are.
+    """Make attention temperature tuning (2501.19399; ``attn_temperature_tuning``) use the given positions instead of rows in the cache. It
+    sharpens attention in long texts: layers without rotation scale their queries by 1 + s log(1 + floor((position + 1) / f)), with s =
+    ``attn_scale`` and f = ``floor_scale``. Other layers stay as they are.
     """
     for layer in layers:
         attention: Any = getattr(layer, "self_attn", None)

@@ -24,14 +24,14 @@ def is_shared(device: str) -> bool:
 
 
 def tensor_size(device: str) -> int:
-    """How many neighbouring processes compute every layer together: all for ``tp``, four for ``tp:4``, one for anything else."""
+    """How many neighboring processes compute every layer together: all for ``tp``, four for ``tp:4``, one for anything else."""
     if not is_shared(device) or device == "fsdp":
         return 1
     return int(device.partition(":")[2] or processes())
 
 
 def is_main() -> bool:
-    """Whether this is the first of the run's processes, which speaks for all. Known before they meet."""
+    """Whether this is the first of the run's processes, which prints for all. Works before torch.distributed is initialized."""
     return int(os.environ.get("RANK", 0)) == 0
 
 
@@ -41,15 +41,15 @@ def processes() -> int:
 
 
 def placement(device: str, config: Any) -> dict[str, Any]:
-    """The arguments that make ``from_pretrained`` place a model. (It is placed at loading: a quantised model cannot be moved afterwards.)
+    """The arguments that make ``from_pretrained`` place a model. (It is placed at loading: a quantized model cannot be moved afterwards.)
 
-    ``config``: the model's. Where the layers are sharded, groups of neighbouring processes compute each layer together. The weights are
-    divided among the groups, and each layer is gathered when a pass reaches it.
+    ``config``: the model's; with several groups its ``base_model_fsdp_plan`` is set. Where the layers are sharded, groups of neighboring
+    processes compute each layer together. The weights are divided among the groups, and each layer is gathered when a pass reaches it.
     """
     if is_shared(device):
         from transformers.distributed import DistributedConfig
 
-        atexit.register(_leave)  # else the process group's threads outlive the interpreter
+        atexit.register(_leave)  # otherwise the process group's threads outlive the interpreter
         tensor = tensor_size(device)
         groups = processes() // tensor
         how = {"tp_plan": "auto", "tp_size": tensor} if tensor > 1 else {}
@@ -76,7 +76,7 @@ def _gathered(config: Any) -> dict[str, str]:
 def _leave() -> None:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-        time.sleep(0.1)  # its threads may still hold Python's tensors; letting go of one later would end the process with SIGABRT
+        time.sleep(0.1)  # its threads may still hold Python's tensors; freeing one later would end the process with SIGABRT
 
 
 def check_device(device: str, key: str = "target.device") -> str:
@@ -110,13 +110,13 @@ def hub_answers() -> bool:
 
     try:
         get_session().head(constants.ENDPOINT, timeout=5)
-    except Exception:  # offline by setting, no network, no name, a proxy that refuses: each its own kind of error
+    except Exception:  # offline by setting, no network, no DNS, a proxy that refuses: each raises another type
         return False
     return True
 
 
 def check_folder(path: str) -> None:
-    """Raises UserError naming what a local target folder lacks, or what in it cannot be read. A hub id is left for the hub to check."""
+    """Raises UserError naming what a local target folder lacks, or which part of it cannot be read. A hub id is not checked here."""
     folder = Path(path)
     try:
         if not folder.is_dir():

@@ -21,7 +21,7 @@ from headstart.inference.provenance import ran_on
 
 NAME = "decode.json"
 MANY = 1 << 30  # as a number of sequences at once: any number
-ALONE = 0  # as a number of sequences: a single one, decoded without an engine (on a GPU: by an engine of one row)
+ALONE = 0  # as a number of sequences: one that is decoded alone, without an engine (on a GPU: by an engine of one place)
 
 
 def write(tuned: Mapping[str, Any], folder: Path) -> None:
@@ -35,8 +35,8 @@ def write(tuned: Mapping[str, Any], folder: Path) -> None:
 
 
 def load_plans(folder: str | Path, target: Target, drafter: Drafter) -> dict[int, TreePolicy | None]:
-    """Read decode.json. Returns n -> the tree for up to n sequences at once (None: no drafting), ascending; the key ``ALONE``, if there, is
-    for a single sequence decoded without an engine. The tree found for the most sequences is repeated under ``MANY``.
+    """Read decode.json. Returns n -> the tree for up to n sequences at once (None: no drafting), ascending. The key ``ALONE``, if present,
+    is for a sequence that is decoded alone. The tree found for the most sequences is repeated under ``MANY``.
 
     Raises UserError naming the file where it is missing or was measured on another device or in another dtype, and naming the key where
     it is damaged.

@@ -18,24 +18,24 @@ from headstart.inference.decoding.verify import RULES, rule_of
 
 KINDS = ("auto", "chain", "fixed", "dynamic", "best_first")
 CHAINS = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)  # depths of an auto policy's chains
-REACHED, BESIDE = 0.65, 0.5  # of ``caterpillar``: acceptance of a guess, and of a further sibling
+REACHED, BESIDE = 0.65, 0.5  # assumed by ``caterpillar``: acceptance rate of a first child; a further sibling's, relative to the one before
 MOST_READS = 512  # nodes that a drafter may read in one round; its memory has as many spare rows
 
 
 @dataclass(frozen=True)
 class TreePolicy:
-    """The shape of a tree. ``kind`` is one of these; the settings that each kind uses stand in brackets:
+    """The shape of a tree. ``kind`` is one of these; the settings that each kind uses stand in parentheses:
 
     ``chain`` (depth): one guess after the other. ``fixed`` (paths): the same tree every time. ``dynamic`` (depth, nodes, branch, expand,
-    least): the ``expand`` best nodes of each level are expanded (2406.16858). ``best_first`` (depth, nodes, branch, least): every node
-    that can still be among the ``nodes`` best is expanded. ``auto`` (depth, nodes, branch, expand, least):
-    chosen anew every round: a chain, or the dynamic tree of these settings, or a ``caterpillar`` of as many nodes where that is accepted
-    further (``fixes_tree``; of these settings it uses depth, nodes and branch).
+    least): the ``expand`` best nodes of each level are expanded (EAGLE-2, 2406.16858). ``best_first`` (depth, nodes, branch, least): every
+    node that can still be among the ``nodes`` best is expanded. ``auto`` (depth, nodes, branch, expand, least): chosen anew every round,
+    either a chain or a tree. The tree is the dynamic tree of these settings, or where ``fixes_tree`` says so a ``caterpillar`` of this
+    depth, nodes and branch.
 
-    ``paths`` are child ranks from the root row (2401.10774): (0,) is the likeliest first guess, (0, 1) the second likeliest after it.
-    ``nodes`` is the most that a dynamic or best-first tree keeps; for chains and fixed trees nodes, branch and depth follow from the
-    shape. ``expand``: None stands for as many as ``branch``. ``least``: a node whose path is less probable than this is not expanded,
-    so that the tree stays shallow and drafting cheap where the drafter is in doubt. Raises UserError naming a value that is wrong.
+    ``paths`` are child ranks from the root row (Medusa, 2401.10774): (0,) is the likeliest first guess, (0, 1) the second likeliest after
+    it. ``nodes`` is the most that a dynamic or best-first tree keeps; for chains and fixed trees nodes, branch and depth follow from the
+    shape. ``expand``: None stands for as many as ``branch``. ``least``: a node whose path is less probable than this is not expanded, so
+    that the tree stays shallow and drafting cheap where the drafter is unsure. Raises UserError naming a wrong value.
     """
 
     kind: str = "dynamic"
@@ -103,7 +103,7 @@ class TreePolicy:
         return rule
 
     def own_shape(self, rule: str, heat: int) -> TreePolicy:
-        """The shape that an auto policy's settings describe, whatever it costs: a dynamic tree or a caterpillar (``fixes_tree``), or a
+        """The shape that an auto policy's settings describe, regardless of its cost: a dynamic tree or a caterpillar (``fixes_tree``), or a
         chain where ``rule`` or ``nodes`` allows no tree. Any other policy is returned as it is.
         """
         if self.kind != "auto":
@@ -123,7 +123,7 @@ class TreePolicy:
 
     @property
     def is_chain(self) -> bool:
-        """Whether every tree is a chain: one guess after the other, by its kind or because the fixed paths are so."""
+        """Whether every tree is a chain: by its kind, or because the fixed paths form one."""
         return self.planned and self.nodes == self.depth
 
     @property
@@ -138,7 +138,7 @@ class TreePolicy:
 
     @property
     def reads(self) -> int:
-        """The most nodes that the drafter reads in one round. Its memory needs as many rows beside those of the roots."""
+        """The most nodes that the drafter reads in one round. Its memory needs as many rows besides those of the roots."""
         if self.kind == "fixed":
             return len({p[:-1] for p in self.paths} - {()})
         return (self.expand or self.branch) * (self.depth - 1)
@@ -150,24 +150,25 @@ def by_level(path: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
 
 
 def fixes_tree(rule: str, heat: int) -> bool:
-    """Whether an auto policy's tree is a ``caterpillar`` and no dynamic tree: at warm temperatures (``heat``: see ``sampling.heat_of``),
-    under a rule that a fixed shape allows more draws. Under ``top_plus_one``, which draws one child a row of any tree, a dynamic tree is
-    accepted further at every temperature (docs/results.md).
+    """Whether an auto policy's tree is a ``caterpillar`` instead of a dynamic tree. It is at warm temperatures (``heat`` 2, see
+    ``sampling.heat_of``), under a rule that draws all children of a tree of fixed shape. ``top_plus_one`` draws one child per row of any
+    tree: under it, dynamic trees have a larger accepted length at every temperature (docs/results.md).
     """
     return heat == 2 and rule != "top_plus_one"
 
 
 def costs_as(rule: str, heat: int) -> int:
-    """The lowest heat at which an auto policy has the same shapes and rounds of them the same work, so that one measurement is for both."""
+    """The lowest heat at which an auto policy has the same shapes and its rounds do the same work. Both heats share one measurement."""
     return min(heat, 1 + fixes_tree(rule, heat))
 
 
 def caterpillar(depth: int, nodes: int, branch: int) -> TreePolicy:
-    """A fixed tree: a chain of ``depth`` guesses, and the other nodes beside its guesses, at most ``branch`` children to a row.
+    """A fixed tree: a chain of ``depth`` guesses, and the other nodes as siblings of these guesses, at most ``branch`` children per row.
 
-    At warm temperatures it is accepted further than a dynamic tree of as many nodes: all its children are drawn, and since its shape does
-    not depend on them, the rule ``traversal`` may judge it from its leaves (EXPERIMENTS.md, 2026-11-26). A child of rank r at depth d + 1
-    counts for REACHED^d BESIDE^r; the best are taken. Where there are none (``nodes`` at most ``depth``, or ``branch`` 1), a chain.
+    At warm temperatures it has a larger accepted length than a dynamic tree of as many nodes: all its children are drawn, and since its
+    shape does not depend on them, the rule ``traversal`` can verify it from its leaves (EXPERIMENTS.md, 2026-11-26). A child of rank r at
+    depth d + 1 has the value REACHED^d BESIDE^r, and the best are taken. Where no siblings fit (``nodes`` at most ``depth``, or ``branch``
+    1), the result is a chain.
     """
     depth = min(depth, nodes)
     all_beside = [(*(0,) * d, r) for d in range(depth) for r in range(1, branch)]

@@ -1,8 +1,8 @@
-"""A test, at loading, whether a target obeys the masks and positions that it is given. So no architecture need be known by name.
+"""A test, run when a target is loaded: does it obey the masks and positions that it is given? So architectures need not be known by name.
 
-Trees and packed rows are read by a mask and by positions that are given to the model. An architecture that instead counts the rows in
-its cache would read them wrongly without any error. So a small tree and a packed row are read in every arrangement that decoding and
-training use, and the states are compared with those of plain passes over the same texts.
+Trees and packed rows are read with a mask and with explicit positions. An architecture that instead counts the rows in its cache would
+read them wrongly without any error. So a small tree and a packed row are read in every arrangement that decoding and training use, and the
+states are compared with those of plain passes over the same texts.
 
 Shape suffixes: T tokens, R rows of a tree, D hidden.
 """
@@ -22,8 +22,8 @@ from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
 
 TEXT = 5  # tokens before the tree
-PARENTS = (-1, -1, 1, 0, 2)  # a tree in which neighbouring rows are not parent and child, and positions differ from row numbers
-FARTHEST = 1024  # at most so many empty rows are put between the tree and the text, which exposes windows that count rows
+PARENTS = (-1, -1, 1, 0, 2)  # a tree in which adjacent rows are not always parent and child, and positions differ from row numbers
+FARTHEST = 1024  # most empty rows between the tree and the text; they expose sliding windows that count rows instead of positions
 
 
 @torch.no_grad()
@@ -57,15 +57,15 @@ def _check_head(target: Target) -> None:
 
 
 def apart(found_RD: Tensor, expected_RD: Tensor, dtype: torch.dtype) -> float:
-    """The relative distance between states and the expected ones, of the worst row. In half precision it is that of the median row, because
-    some rows may differ more: a router that was close to a tie may take other experts.
+    """The relative distance of states [R, D] from the expected ones, in the worst row. In half precision, in the median row: single rows
+    may differ more, because a router that is close to a tie may choose other experts.
     """
     apart_R = (found_RD.float() - expected_RD.float()).norm(dim=-1) / expected_RD.float().norm(dim=-1).clamp_min(1e-12)
     return float(apart_R.max() if torch.finfo(dtype).eps < 1e-6 else apart_R.median())
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """The largest relative distance that rounding explains between the same states, computed in two ways."""
+    """The largest relative distance between the same states, computed in two ways, that rounding can explain."""
     return max(1e-3, 8 * torch.finfo(dtype).eps)
 
 

@@ -1,4 +1,4 @@
-"""Proposers: from the verified text of a sequence they make a tree of draft tokens. A drafter with a tree policy is one of them."""
+"""Proposers: they make a tree of draft tokens from the verified text of a sequence. A drafter with a tree policy is one of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headstart.inference.decoding.policy import MOST_READS, TreePolicy
 from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.tree import Tree
 
-PIECE = 512  # roots of a prompt that a drafter reads in one pass, which bounds the memory for activations
+PIECE = 512  # most roots of a prompt that a drafter reads in one pass; this bounds the memory for activations
 
 
 def begin(drafter: Drafter, roots: Roots, memory: Memory, asked: int = 1) -> Draft:
@@ -43,7 +43,7 @@ class Proposer(Protocol):
         """Forget the last sequence and start one of at most ``tokens`` tokens, prompt included. The target reads it in ``context``."""
 
     def absorb(self, roots: Roots) -> None:
-        """Take in newly verified positions, oldest first."""
+        """Read newly verified positions, oldest first."""
 
     def propose(self, policy: TreePolicy, rng: CounterRNG, sampling: SamplingParams) -> Tree:
         """A tree of guesses after the last root. Above temperature 0 its nodes are drawn in the way that ``sampling.rule`` verifies."""

@@ -1,9 +1,9 @@
 """The work of the static path on the device: it reads prompts, grows trees and verifies them, all in buffers of fixed shape.
 
 A round is two functions. ``draft``: the drafter absorbs the rows verified last, and grows the trees. ``verify``: the target reads the
-trees, verification accepts a path of each, and the accepted rows are kept. Neither waits for the device. On CUDA each is captured once
-as a graph and replayed; where an operation of the target or the drafter does wait, both are launched kernel by kernel instead. The rows
-verified in a round without drafting wait for the drafter, which absorbs them with the next draft or when there is no room for more.
+trees, verification accepts a path of each, and the accepted rows are kept. Neither waits for the device. On CUDA each is captured once as
+a graph and replayed; where an operation of the target or the drafter does wait, both are launched kernel by kernel instead. Rows that a
+round without drafting verifies are buffered: the drafter absorbs them before its next draft, or when the buffer is full.
 
 Shape suffixes: B sequences, n sequences of a pass, N nodes, R = N + 1 rows of a tree, A rows that wait to be absorbed, P rows of an
 accepted path, V vocabulary, T tokens of a piece of a prompt.
@@ -43,13 +43,13 @@ class Kind(NamedTuple):
     padded_length: int  # kept rows that the pass sees
     policy: TreePolicy | None  # None: no drafting
     tap: bool  # keep the tapped states, because a later round may draft
-    likely: int  # log-probabilities told of each new token: its own, and likely - 1 of the likeliest; 0: none at all
+    likely: int  # log-probabilities to return per new token: its own and those of the likely - 1 likeliest tokens; 0: none at all
     hold: bool  # some sequence must not end yet (min_tokens)
 
 
 class Rounds:
     """The buffers for ``sequences`` sequences of up to ``max_length`` tokens, and the passes over them. ``trees``: all shapes that rounds
-    may have. ``waits``: rows of rounds without drafting that may wait for the drafter. ``graphs``: None captures them where possible.
+    may have. ``waits``: how many rows of a sequence may wait for the drafter. ``graphs``: None captures graphs where possible.
     """
 
     def __init__(
@@ -63,22 +63,22 @@ class Rounds:
         turns = any(rope.get("rope_type") in ("dynamic", "longrope") for rope in rotations(target.config))
         can = (self.device.type == "cuda" and not target.spread and not turns) if graphs is None else graphs
         self.graphs = Graphs(self.device) if can else None
-        self.looks = self.device.type == "cpu" and not can  # a CPU answers at once: rows that nobody needs are skipped
-        self.positions = min(target.shape.max_positions, target.turn or target.shape.max_positions)  # all positions are below
-        # A sequence writes beyond its last token: in its last round, in the next one (begun before that is read), and after it has left.
+        self.looks = self.device.type == "cpu" and not can  # reading a value costs nothing on a CPU, so rows that nobody needs are skipped
+        self.positions = min(target.shape.max_positions, target.turn or target.shape.max_positions)  # every position is below this
+        # Slack of ``path`` rows for its last round, for the next one (begun before the last is read), and for writes after it has left.
         room = max_length + 3 * self.path + self.waits
         scratch = max([1 + p.nodes for p in trees] + [p.reads for p in trees], default=1)
         self.cache = FixedMemory(sequences, room, scratch, self.device, target.layers_on(), target.reader.memory_dtype)
         self.memory = FixedMemory(sequences, room, scratch, self.device, dtype=None if drafter is None else drafter.memory_dtype)
         whole: dict[str, Any] = {"dtype": torch.int64, "device": self.device}
-        # of each sequence: the last token, the seed, 1 while it decodes, the rows that wait, the position before which it must not end
+        # per sequence: the last token, the seed, 1 while it decodes, how many rows wait, the position before which it must not end
         self.token_B, self.seed_B, self.active_B, self.waiting_B, self.hold_B = (torch.zeros(sequences, **whole) for _ in range(5))
         self.read_BA, self.chosen_BA = (torch.zeros(sequences, self.waits + self.path, **whole) for _ in range(2))
         self.states: dict[int, Tensor] = {}  # tap -> the waiting rows' states
         self.warps = columns([settings_of(SamplingParams())] * sequences, self.device)
         self.seen_BV: Tensor | None = None
         self.stops_BV: Tensor | None = None
-        self.extra, self.captures = 0, 0  # rows of a sequence in the drafter's memory beside its roots; rounds that were kept as graphs
+        self.extra, self.captures = 0, 0  # rows per sequence in the drafter's memory besides its roots; rounds captured as graphs
 
     def padded_length(self, rows: int) -> int:
         """``rows`` kept rows, rounded up to a multiple of GRAIN; with graphs to GRAIN times a power of two, so that few are captured."""
@@ -114,14 +114,14 @@ class Rounds:
         self, places: Sequence[int], pieces: Sequence[Sequence[int]], read: Sequence[int], ends: Sequence[int | None], warp: LogitsWarper,
         follow: bool, likely: int,
     ) -> Said:  # fmt: skip
-        """Read the next pieces of these sequences' prompts side by side, after the ``read`` tokens of each. ``ends``: the prompt's token
-        that follows the piece; None: it is the last piece. ``follow``: the drafter reads the pieces too. ``likely``: as in ``Kind``.
-        Returns the token after each piece: the first new token after a last piece, the prompt's own after any other.
+        """Read the next pieces of these sequences' prompts side by side. ``read``: how many tokens of each prompt were read before.
+        ``ends``: the prompt's token after the piece; None: it is the last piece. ``follow``: the drafter reads the pieces too. ``likely``:
+        as in ``Kind``. Returns the token after each piece: the first new token after a last piece, the prompt's own after any other.
         """
         device, T = self.device, max(map(len, pieces))
-        if self.looks:  # padded: oneDNN keeps a kernel for every number of rows it has seen, and lengths of prompts are many
+        if self.looks:  # padded to few lengths, because oneDNN keeps a kernel for every number of rows that it has seen
             padded = -(-T // 8) * 8 if T <= 32 else -(-T // 32) * 32
-            T = min(padded, self.cache.capacity - 1)  # else what was read before could count as nothing: see ``FixedMemory.load``
+            T = min(padded, self.cache.capacity - 1)  # below the capacity: ``FixedMemory.load`` requires it
         tokens_nT = torch.tensor([[*piece, *[0] * (T - len(piece))] for piece in pieces], device=device)
         read_n1, length_n1, place_n = (torch.tensor(x, device=device) for x in (read, [*map(len, pieces)], places))
         read_n1, length_n1 = read_n1[:, None], length_n1[:, None]
@@ -156,8 +156,8 @@ class Rounds:
         self, places: Sequence[int], tokens_nT: Tensor, next_n: Tensor, length_n1: Tensor, positions_nT: Tensor, states: dict[int, Tensor],
         done_n: Tensor,
     ) -> None:  # fmt: skip
-        """Let the drafter read the roots of these pieces. The last root of a last piece is then taken back and put to the waiting rows,
-        because every draft begins by absorbing those.
+        """Let the drafter read the roots of these pieces. At the end of a prompt its last root is then removed from memory again and
+        becomes the first waiting row, because every draft begins by absorbing the waiting rows.
         """
         assert self.drafter is not None
         place_n, T = torch.tensor(places, device=self.device), tokens_nT.shape[1]
@@ -174,7 +174,7 @@ class Rounds:
             self._buffer(tap, state)[place_n, 0] = state.gather(1, (length_n1 - 1)[..., None].expand(-1, -1, state.shape[2]))[:, 0]
 
     def share(self, source: int, goal: int, rows: int, follow: bool) -> None:
-        """Copy the first ``rows`` rows of sequence ``source`` to ``goal``, whose prompt begins alike; with ``follow`` the drafter's too."""
+        """Copy the first ``rows`` rows of sequence ``source`` to ``goal``, whose prompt begins alike. ``follow``: the drafter's too."""
         self.cache.copy(source, goal, rows)
         if follow and self.memory.layers:
             self.memory.copy(source, goal, rows + self.extra)
@@ -198,7 +198,7 @@ class Rounds:
         return found.result
 
     def parts(self, kind: Kind, warp: LogitsWarper) -> tuple[Callable[[], Any], Callable[[], Any]]:
-        """The drafting and the verification of a round as two functions, to be timed apart."""
+        """The drafting and the verification of a round as two functions, which can be timed separately."""
         if found := self.capture(kind, warp):
             return found.draft, found.verify
         return partial(self.draft, kind, warp), partial(self.verify, self.draft(kind, warp), kind, warp)
@@ -258,7 +258,7 @@ class Rounds:
         else:
             self.waiting_B[:n] = 0
         if seen_BRV is not None and self.seen_BV is not None:
-            # After the accepted tokens chosen_BP repeats the target's own. Inactive sequences, whose prompts are being read, add none.
+            # Behind the accepted tokens, chosen_BP repeats the target's own token. Inactive sequences (prompts being read) add none.
             new_BV = torch.zeros_like(self.seen_BV[:n]).scatter_(1, chosen_BP, True)
             self.seen_BV[:n] |= new_BV & (active_B > 0)[:, None]
         told = None
@@ -268,7 +268,7 @@ class Rounds:
         return Said(torch.cat([count_B[:, None], chosen_BP, tree.tokens_BN, tree.parents_BN], 1), told)
 
     def capture(self, kind: Kind, warp: LogitsWarper) -> Captured | None:
-        """Capture a round as graphs; the sequences stay as they are. None, then and later, where an operation waits for the device."""
+        """Capture a round as graphs; the sequences stay as they are. Returns None, now and later, if an operation waits for the device."""
         if self.graphs is None:
             return None
         draft = None if kind.policy is None else partial(self.draft, kind, warp)

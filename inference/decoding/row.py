@@ -10,7 +10,7 @@ from headstart.inference.decoding.decode import Generation
 from headstart.inference.decoding.sampling import SamplingParams
 
 LOOKED = 512  # tokens of two prompts that are compared at once
-ALIKE = 16  # a prompt waits for another one only if they share at least so many first tokens
+ALIKE = 16  # a beginning is copied from another prompt only if they share at least this many first tokens
 
 
 @dataclass(eq=False)
@@ -25,8 +25,8 @@ class Row(Generation):
     sampling: SamplingParams = field(default_factory=SamplingParams)
     began: float = 0.0  # time of the request, plus the time that the engine spent on capturing or measuring since
     follow: bool = False  # the drafter has read the prompt too
-    likely: int | None = None  # how many log-probabilities are told beside each new token's own; None: none at all
-    logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)  # each token's, [(token, log p)] of the likeliest
+    likely: int | None = None  # how many likeliest tokens are reported with each new token's log-probability; None: not even its own
+    logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)  # per token: its own, [(token, log p)] of the best
     past: Past = field(default_factory=Past)
 
     @property
@@ -44,9 +44,9 @@ def in_common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def shared_by(row: Row, rows: Sequence[Row], reading: Sequence[Row], follows: bool) -> tuple[bool, Row | None, int]:
-    """From whom a row that has read nothing can copy the beginning of its prompt. Returns (True, None, 0) if it should wait for a row that
-    is about to read their common beginning (is in ``reading``, or has begun); else False, the row that has read most of the common
-    beginning (or None), and how many tokens to copy. ``follows``: only from rows whose prompt the drafter has read too.
+    """Find a row from which ``row``, whose prompt is unread, can copy the beginning of its prompt. Returns (True, None, 0) if it should
+    wait for another row that is about to read their common beginning (it is in ``reading``, or has begun). Otherwise returns False, the row
+    that has read most of a common beginning (or None), and how many tokens to copy. ``follows``: the drafter must have read them too.
     """
     best, source = 0, None
     for other in rows:

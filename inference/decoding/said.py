@@ -14,9 +14,10 @@ from headstart.inference.decoding.sampling import wide
 
 
 class Said(NamedTuple):
-    """The results of a pass over n sequences. ``tokens`` [n, 1 + P + 2 N]: the number of accepted guesses, the P new tokens (of which the
-    accepted ones and the next count), then the tree's N tokens and their N parents. After a piece of a prompt only 0 and the next token.
-    ``likely`` [n, P, 1 + 2 K], or None where nobody asked: each new token's log-probability, the K likeliest ones', and their tokens.
+    """The results of a pass over n sequences. ``tokens`` int64 [n, 1 + P + 2 N]: the number of accepted guesses; P new tokens, of which
+    only the accepted ones and the next one are valid; the tree's N tokens and their N parents. After a piece of a prompt: only 0 and the
+    next token. ``likely`` fp64 [n, P, 1 + 2 K], or None if not requested: each new token's log-probability, those of the K likeliest
+    tokens, and these tokens.
     """
 
     tokens: Tensor

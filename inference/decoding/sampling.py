@@ -16,16 +16,16 @@ from headstart.heads.errors import UserError
 RULES = ("auto", "token", "block", "traversal", "multi_round", "without_replacement", "top_plus_one")  # see inference/decoding/verify.py
 
 
-WARM = 0.5  # from this temperature on fixed trees are accepted further than dynamic ones (EXPERIMENTS.md, 2026-11-26)
+WARM = 0.5  # from this temperature on, fixed trees have a larger accepted length than dynamic ones (EXPERIMENTS.md, 2026-11-26)
 
 
-# Factor on a drafter's logits at temperature 0. It learns the target's whole distribution, but there the target always says its likeliest
-# token: first guesses are right more often than their probabilities say (EXPERIMENTS.md, 2026-11-26). 2 is exact in any dtype.
+# Factor on a drafter's logits at temperature 0. Drafters learn the target's whole distribution, but a greedy target always takes its
+# likeliest token, so first guesses are right more often than their probabilities say (EXPERIMENTS.md, 2026-11-26). 2 multiplies exactly.
 SHARPER = 2.0
 
 
 def heat_of(temperature: float) -> int:
-    """0: greedy, 1: below ``WARM``, 2: from there on. The shapes that suit a temperature go by this."""
+    """The class of a temperature by which tree shapes are chosen. 0: greedy, 1: below ``WARM``, 2: at least ``WARM``."""
     return 0 if temperature == 0 else 1 if temperature < WARM else 2
 
 
@@ -33,8 +33,8 @@ def heat_of(temperature: float) -> int:
 class SamplingParams:
     """How the tokens of one sequence are chosen: transformers' settings, applied in transformers' order (penalty, min_tokens, temperature,
     top_k, top_p, min_p). Temperature 0 is greedy. Above it ``rule`` verifies the guesses (auto: the best one for their shape, see
-    ``verify.rule_of``). ``min_tokens``: no stop token is chosen before there are so many new tokens. A setting is off at top_k 0, top_p 1,
-    min_p 0, repetition_penalty 1, min_tokens 0. Raises UserError naming a setting that is out of range.
+    ``verify.rule_of``). ``min_tokens``: no stop token is chosen before there are this many new tokens. A setting is off at top_k 0,
+    top_p 1, min_p 0, repetition_penalty 1, min_tokens 0. Raises UserError naming a setting that is out of range.
     """
 
     temperature: float = 0.0
@@ -93,7 +93,7 @@ class LogitsWarper:
             values,
             sampled=any(s["temperature"] > 0 for s in used),
             greedy=any(s["temperature"] == 0 for s in used),
-            top_k=1 << (top_k - 1).bit_length() if top_k else 0,  # to a power of two: each is a graph of its own
+            top_k=1 << (top_k - 1).bit_length() if top_k else 0,  # rounded up to a power of two, because each value needs its own graph
             top_p=any(s["top_p"] < 1 for s in used),
             min_p=any(s["min_p"] > 0 for s in used),
             penalty=any(s["repetition_penalty"] != 1 for s in used),
@@ -123,7 +123,7 @@ class LogitsWarper:
         return torch.where((self.temperature_B > 0)[:, None, None], p_BRV, only_BRV)
 
     def drafter(self, logits_BXV: Tensor) -> Tensor:
-        """The drafter's distribution under the same settings; for a greedy sequence, whose likeliest tokens are taken, sharpened."""
+        """The drafter's distribution under the same settings. A greedy sequence takes its likeliest tokens; there it is sharpened."""
         return self._filtered(wide(logits_BXV))
 
     def _filtered(self, x: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """A target read from its files, without its layers: enough for everything that needs no pass, above all training from captured states.
 
-The embedding and the output head are read whole; of every other parameter, only the few values that the fingerprint is made of. Which
-tensors of the files make up which parameter is asked of transformers itself: of the model on the meta device, and of the renamings and
-conversions by which transformers would load it. Where the files alone do not suffice (quantised weights, an adapter, unknown modules),
-``NotStored`` says why; then the model has to be loaded.
+The embedding and the output head are read whole; of every other parameter, only the few values that the fingerprint is made of.
+transformers itself determines which stored tensors make up which parameter: the model is built on the meta device, and the renamings and
+conversions are used by which transformers would load it. Where the files alone do not suffice (quantized weights, an adapter, unknown
+modules), ``NotStored`` says why; then the model has to be loaded.
 
 Shape suffixes: V vocabulary, D hidden.
 """
@@ -74,7 +74,7 @@ class StoredTarget(TargetInfo):
             if is_main():
                 print(f"loading the layers of {self.name}{why} ...", flush=True)
             target = self._load()
-            self.ends.embed, self.ends.head_VD = target.ends.embed, target.ends.head_VD  # so that each lies in memory once
+            self.ends.embed, self.ends.head_VD = target.ends.embed, target.ends.head_VD  # so that memory holds one copy of each
             self._opened.append(target)
         return self._opened[0]
 
@@ -97,7 +97,7 @@ def _folder(path: str) -> Path:
 
 
 class _Source(NamedTuple):
-    """The stored tensors that make up one parameter, or several parameters, by a conversion that splits tensors."""
+    """The stored tensors that make up one parameter, or several parameters where a conversion splits tensors."""
 
     converter: Any  # transformers' converter; None: the tensor is stored as the parameter
     parts: list[tuple[str, str]]  # (the converter's pattern, name of the stored tensor), in the order of conversion
@@ -180,9 +180,10 @@ class _Files:
             yield name, found[stored].flatten()[:FEW]
 
     def read(self, name: str, least: int | None = None) -> dict[str, Tensor]:
-        """The parameter as transformers would load it, and all made of the same tensors. Raises NotStored for another shape.
+        """The parameter as transformers would load it, and all others made of the same tensors, by name. Raises NotStored where its shape
+        differs from the config's.
 
-        ``least``: only the first so many values are needed, so that fewer of the stored tensors are read.
+        ``least``: only this many of the first values are needed, so that fewer of the stored tensors need be read.
         """
         converter, parts = self.sources[name]
         wanted = self.parameters[name]
@@ -205,7 +206,7 @@ class _Files:
         return made
 
     def _tensor(self, key: str, least: int | None = None) -> Tensor:
-        """A stored tensor; with ``least`` only its first rows, of at least so many values. Raises NotStored if it holds no floats."""
+        """A stored tensor; with ``least`` only as many first rows as hold that many values. Raises NotStored if it holds no floats."""
         stored = self.files[key].get_slice(key)
         if least is None or not (shape := stored.get_shape()):
             tensor: Tensor = self.files[key].get_tensor(key)
@@ -217,7 +218,7 @@ class _Files:
 
 
 def _stacks(converter: Any) -> bool:
-    """Whether the first rows that the converter makes come from each pattern's first tensors (stacked experts)."""
+    """Whether the converter stacks tensors (experts), so that the first rows it makes need only the first tensors of each pattern."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     first, *others = converter.operations

@@ -89,7 +89,7 @@ class Target(TargetInfo):
         return body, layers
 
     def _matrix(self, head: nn.Module) -> Tensor:
-        """The output head as one matrix [V, D] on the embedding's device: gathered where it is sharded, dequantised where quantised."""
+        """The output head as one matrix [V, D] on the embedding's device: gathered where it is sharded, dequantized where quantized."""
         weight = _whole(head.weight)
         if weight.dtype not in (*DTYPES.values(), torch.float64) or weight.shape[-1] != self.shape.hidden_size:
             with torch.no_grad():
@@ -97,7 +97,7 @@ class Target(TargetInfo):
         return weight.to(self.device)
 
     def refresh_head(self) -> None:
-        """Take the output head from the model again, which may have been trained since. Only a scaled head is a copy and needs it."""
+        """Read the output head from the model again, in case it was trained meanwhile. Only a scaled head needs this, being a copy."""
         if self.ends.scaled:
             self.ends.head_VD = scaled_head(self.config, self._matrix(self.model.get_output_embeddings()))
 
@@ -168,8 +168,8 @@ class Target(TargetInfo):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer: those that end transformers' ``generate``, and the tokenizer's own, by which fine-tunes end that
-        kept the generation_config.json of their base.
+        """The tokens that end an answer: those that end transformers' ``generate``, and the tokenizer's eos token. Some fine-tunes end with
+        the latter, but still have the generation_config.json of their base model, which does not name it.
         """
         ids, own = getattr(self.model.generation_config, "eos_token_id", None), getattr(self.tokenizer, "eos_token_id", None)
         if ids is None:
@@ -182,7 +182,7 @@ class Target(TargetInfo):
         _ = self.fingerprint  # computed now, while the weights can still be read
         prepack_beside(self.ends.head_VD)
         self.reader.quicken()
-        vars(self).pop("quick", None)  # found anew: what read packed documents may be gone
+        vars(self).pop("quick", None)  # to be found again: the fused reader that it stands for was replaced
         return self
 
     def opened(self) -> Target:
@@ -231,7 +231,7 @@ class Target(TargetInfo):
         if self.group is None:
             return self.read_with_grad(tokens_BT, positions_BT, taps)
         kept: tuple[dict[int, Tensor], Tensor] | None = None
-        for member in range(self.tensor):  # the rows of one process at a time, so that a pass needs no more memory than with one process
+        for member in range(self.tensor):  # the rows of one process at a time, so that a pass needs memory for these alone
             theirs = [x.to(self.device).clone() for x in (tokens_BT, positions_BT)]
             for x in theirs:
                 torch.distributed.broadcast(x, group=self.group, group_src=member)
@@ -262,7 +262,7 @@ class Target(TargetInfo):
         documents_BT = _documents(positions_BT)
         inputs = {"input_ids": tokens_BT, "position_ids": positions_BT, "use_cache": False}
         self.check_taps(taps)
-        # for sliding windows transformers would build a mask; on a CPU our attention is faster than torch's
+        # transformers would build a mask for sliding windows, and on a CPU our attention is faster than torch's
         own = self.reader.follows and (self.reader.windows or self.device.type == "cpu")
         if not documents_BT.any() and not own:  # one document in each row: the model's own causal mask, which has the fastest kernel
             return self.reader.run(taps, **inputs)

@@ -27,7 +27,7 @@ class Tree:
     parents_BN: Tensor  # int64, index of the parent node; -1: the root row; NO_NODE: the place is empty
     depths_BN: Tensor  # int64, 1 for children of the root row
     depth: int  # no node is deeper than this; known without asking the device
-    drawn_BN: Tensor | None = None  # bool: the node was sampled from q, and is no deterministic top child; None: nothing was sampled
+    drawn_BN: Tensor | None = None  # bool: the node was sampled from q (else it is a deterministic top child); None: nothing was sampled
     q_BRV: Tensor | None = None  # the distribution that each row's drawn children were drawn from; zeros for a row without any
     draws: int = 1  # the most drawn children that one row has
     by_value: bool = False  # nodes were selected by value: a tree with as many nodes as levels need not be a chain
@@ -66,7 +66,7 @@ class Tree:
     def rows(self) -> Tensor:
         """The attention mask inside the tree, bool [B, R, R]: each row sees itself, its ancestors and the root row. Computed once.
 
-        Computed by pointer jumping: after i iterations a row sees its 2^i nearest ancestors (itself counted), and points 2^i levels up.
+        Pointer jumping: after i iterations a row sees its 2^i nearest ancestors (itself counted), and points 2^i levels up.
         """
         if self._rows_BRR is None:
             R, B = len(self) + 1, self.tokens_BN.shape[0]

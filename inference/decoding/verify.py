@@ -55,7 +55,7 @@ def _by_depth(onto_BR: Tensor, depths_BR: Tensor, depth: int) -> Tensor:
 def multi_round(tree: Tree, p_BRV: Tensor, rng: CounterRNG, hasty: bool = False) -> Acceptance:
     """Walk down from the root row. At each row its drawn children are tried in turn; if none is accepted, a token is drawn.
 
-    A drawn child x is accepted with probability min(1, p(x)/q(x)); otherwise p becomes the normalised max(p - q, 0). This is
+    A drawn child x is accepted with probability min(1, p(x)/q(x)); otherwise p becomes the normalized max(p - q, 0). This is
     SpecInfer's multi-round sampling (2305.09781, algorithm 2), for children drawn independently from q. The token is drawn from
     what is left of p; if a deterministic child holds that token, the walk goes on there (2502.18779), else it ends.
 
@@ -232,11 +232,11 @@ RULES = {  # the rule "auto" stands for one of these, by the shape of the tree: 
 
 def rule_of(rule: str, shape: Tree | TreePolicy) -> str:
     """The rule itself; for "auto" the best one: ``block`` for a chain, ``traversal`` for a tree whose shape was fixed beforehand,
-    ``top_plus_one`` for one whose nodes are selected by value.
+    ``top_plus_one`` for one whose nodes are selected by value, ``without_replacement`` for any other.
 
-    Asked of the policy when children are drawn, and of the tree when they are verified. A tree may say less than its policy (a lookup's
-    may be a chain under any), but never what is inexact: where a row has one drawn child at most, the rules for trees draw alike, and
-    children that were drawn for ``traversal`` may be verified by ``without_replacement`` (so are trees that other guesses were added to).
+    Called with the policy when children are drawn, and with the tree when they are verified. The two answers may differ (a lookup's tree
+    may be a chain under any policy), but verification stays exact: where every row has at most one drawn child, the rules assume the same
+    way of drawing it, and ``without_replacement`` can verify what was drawn for ``traversal`` (a planned tree to which guesses were added).
     """
     if rule != "auto":
         return rule
@@ -253,7 +253,9 @@ def _check_chain(rule: str, tree: Tree) -> None:
 def choose(
     logits_BRV: Tensor, tree: Tree, warp: LogitsWarper, rule: str, rng: CounterRNG, seen_BRV: Tensor | None = None, hasty: bool = False
 ) -> Acceptance:
-    """Verify every sequence's tree from the target's logits. ``seen_BRV``: the tokens to penalise, from ``seen_rows``."""
+    """Verify every sequence's tree from the target's logits. ``seen_BRV``: the tokens to penalize, from ``seen_rows``. Raises UserError
+    where the rule verifies chains only and the trees are none.
+    """
     if not warp.sampled:
         return greedy(tree, warp.scores(logits_BRV, seen_BRV).argmax(-1) if warp.penalty else logits_BRV.argmax(-1))
     _check_chain(rule, tree)
@@ -263,8 +265,8 @@ def choose(
 def choose_alone(
     logits_1RV: Tensor, tree: Tree, warp: LogitsWarper, rule: str, rng: CounterRNG, seen_1RV: Tensor | None = None
 ) -> tuple[list[int], int]:
-    """``choose`` for one sequence, on the host. Returns the accepted path's rows, the root row first, and the target's token after it.
-    Raises what the rule raises.
+    """``choose`` for one sequence, on the host. Returns the rows of the accepted path, the root row first, and the target's own token after
+    it. Raises what ``choose`` raises.
     """
     if not warp.sampled:
         choice_1R = warp.scores(logits_1RV, seen_1RV).argmax(-1)  # in fp32: torch's argmax in half precision takes four times as long
@@ -280,7 +282,7 @@ def choose_alone(
 
 
 def seen_rows(seen_BV: Tensor, root_B: Tensor, tree: Tree) -> Tensor:
-    """The tokens of the text before the one that follows each row, bool [B, R, V]: the sequence's, the root row's and those of its path."""
+    """Which tokens the text up to each row contains, bool [B, R, V]: those of ``seen_BV``, of the root row and of the row's path."""
     rows_BRR = tree.rows()
     tokens_BR = torch.cat([root_B[:, None], tree.tokens_BN], 1)
     here_BRV = torch.zeros(*rows_BRR.shape[:2], seen_BV.shape[1], dtype=torch.int8, device=seen_BV.device)

@@ -1,4 +1,4 @@
-"""Warming up an engine: the rounds to be expected are captured as graphs before any sequence waits, and measured for an auto policy.
+"""Warming up an engine: the expected rounds are captured as graphs before any sequence waits, and measured for an auto policy.
 
 A capture takes the time of a few rounds, a measurement that of many, and meanwhile no sequence of the engine gets a token. So a server
 does both at its start. Rounds with rarer settings (log-probabilities, min_tokens, a top_k above ``TOP_K``) are not captured but launched
@@ -23,7 +23,7 @@ from headstart.inference.decoding.sampling import LogitsWarper
 log = logging.getLogger(__name__)
 
 TOP_K = 64  # most clients ask for no more
-BRIEF = 0.03  # seconds of a turn of a measurement, less than ``auto.LONG``: there are many kinds of rounds, and a server is to start
+BRIEF = 0.03  # seconds per turn of a measurement; shorter than ``auto.LONG``, because a server measures many kinds of rounds at its start
 # The sampling of the sequences in a round: all greedy, all sampled without filters, any mixture of settings.
 GREEDY: dict[str, Any] = dict(sampled=False, greedy=True, top_k=0, top_p=False, min_p=False, penalty=False)
 SAMPLED: dict[str, Any] = dict(sampled=True, greedy=False, top_k=0, top_p=False, min_p=False, penalty=False)
@@ -36,8 +36,8 @@ Plan = Callable[[int], TreePolicy | None]  # number of sequences -> the policy f
 
 @torch.inference_mode()
 def prepare_expected(rounds: Rounds, plan: Plan) -> None:
-    """Capture the rounds of sequences of any length and any number that the engine holds, and measure those of an auto policy. Nothing is
-    captured or measured after that.
+    """Capture the rounds for every length and number of sequences that the engine can hold, up to ``MOST_GRAPHS``, and measure the rounds
+    of an auto policy. Afterwards nothing more is captured.
     """
     if rounds.graphs is not None:
         rounds.remember()

@@ -33,7 +33,7 @@ class Trie:
         return len(self.tokens)
 
     def add(self, parent: int, token: int) -> int | None:
-        """The child with this token of node ``parent`` (-1: the root row), added if it is missing. None where there is no room for it."""
+        """The child of node ``parent`` (-1: the root row) with this token, added if it is missing. None where there is no room for it."""
         children = self.rows[parent + 1]
         if token not in children:
             if len(self) >= self.nodes or len(children) >= self.branch:
@@ -103,7 +103,7 @@ class Lookup(Follower):
     @property
     @abstractmethod
     def matched(self) -> int:
-        """The length of the longest match: so many last tokens of the text occurred in it before, with a continuation. 0: none."""
+        """The length of the longest match: how many of the text's last tokens occurred in it before, with a continuation. 0: none."""
 
     @abstractmethod
     def guess(self, after: Sequence[int], depth: int, nodes: int, branch: int, least: float) -> Trie:

@@ -28,8 +28,8 @@ from headstart.inference.proposers.base import Follower, joined
 
 
 class Cascade(Follower):
-    """``drafter`` must be a language model of its own: only such a drafter guesses after a guess as it does after a verified token.
-    ``small``: the smaller proposer; None: the drafter guesses its chain alone. Raises UserError for another kind of drafter.
+    """``drafter`` must be an independent language model: only such a drafter reads a guess in the same way as a verified token. ``small``:
+    the smaller proposer; None: the drafter guesses its chain alone. Raises UserError for another kind of drafter.
     """
 
     taps: tuple[int, ...] = ()
@@ -63,7 +63,7 @@ class Cascade(Follower):
         return Tree.of(tokens, range(-1, len(tokens) - 1), self.drafter.ends.head_VD.device)
 
     def follow(self, after: Sequence[int], count: int) -> list[int]:
-        """The drafter's own greedy chain after ``after``, in fewer passes where the small proposer guesses it."""
+        """The drafter's own greedy chain after ``after``; the better the small proposer guesses it, the fewer passes it takes."""
         line, end = list(after), len(after) + count
         said = [] if self.waiting else [self.said]  # the drafter's choice after the first 0, 1, .. tokens of the line
         while len(line) < end:
@@ -82,7 +82,7 @@ class Cascade(Follower):
     @torch.inference_mode()
     def _read(self, line: list[int], known: int) -> list[int]:
         """Let the drafter read the waiting roots, then the tokens of ``line`` after the first ``known``, as if the target had chosen them.
-        Returns its choices after each of these tokens; before them its choice at the last root, if roots were waiting.
+        Returns its choice after each of these tokens. If roots were waiting, the list begins with its choice at the last root.
         """
         new, fresh = len(line) - known, bool(self.waiting)
         if fresh:

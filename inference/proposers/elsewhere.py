@@ -20,10 +20,10 @@ from headstart.inference.decoding.tree import Tree
 
 
 class Elsewhere:
-    """The proposer of such a drafter: copies verified states to the drafter's device, and its trees back to the target's. The drafter gets
-    copies of the target's embedding and output head on its device.
+    """Proposes by a drafter on another device: copies verified states to the drafter's device, and its trees back to the target's. The
+    drafter gets copies of the target's embedding and output head on its device.
 
-    It is no subclass of ``Drafting``, because callers take a ``Drafting`` for a drafter on the target's device.
+    Not a subclass of ``Drafting``, because callers assume that the drafter of a ``Drafting`` is on the target's device.
     """
 
     def __init__(self, drafter: Drafter, target: Target) -> None:

@@ -19,7 +19,7 @@ from headstart.inference.proposers.base import Lookup, check_whole, joined
 
 
 class Hybrid:
-    """``match``: tokens that the lookup must match to be asked. Raises UserError for a match that the lookup never reaches."""
+    """``match``: the lookup guesses where its match has at least this many tokens. Raises UserError for a length that it never reaches."""
 
     within: ClassVar = {"lookup": {"kind": "suffix"}, "otherwise": {"kind": "drafter"}}
 
@@ -43,7 +43,7 @@ class Hybrid:
     def propose(self, policy: TreePolicy, rng: CounterRNG, sampling: SamplingParams) -> Tree:
         if self.lookup.matched >= self.match:
             return self.lookup.propose(policy, rng, sampling)
-        if self.waiting:  # all roots since it was asked last, in one pass
+        if self.waiting:  # all roots since it last guessed, in one pass
             self.otherwise.absorb(joined(self.waiting))
             self.waiting = []
         return self.otherwise.propose(policy, rng, sampling)

@@ -1,8 +1,8 @@
 """Self-speculation: the target drafts for itself, with some of its layers, attentions or MLPs skipped.
 
-The drafter reads the keys and values of the target's own cache, and writes those of its own rows to a memory beside it, so the cache
-stays as it is. In all decoder layers of transformers, attention and MLP add their output to their input (a residual connection). So a
-skipped layer returns its input, and a skipped attention or MLP returns zeros.
+The drafter reads the keys and values of the target's cache, and writes those of its own rows to a separate memory, so the cache stays as
+it is. In all decoder layers of transformers, attention and MLP add their output to their input (a residual connection). So a skipped layer
+returns its input, and a skipped attention or MLP returns zeros.
 
 Shape suffixes: B = 1 sequence, N nodes (or rows of any kind), M rows in memory, D target hidden.
 """
@@ -40,18 +40,18 @@ class Borrowed(Memory):
         self.theirs, self.borrowed = context.memory, rows
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> list[Segment]:
-        """Append rows to the memory's own. Returns the target's rows, then the own ones."""
+        """Append rows to the memory's own. Returns two segments: the borrowed rows, then the memory's own."""
         keys, values = (x[:, :, : self.borrowed].to(k.dtype) for x in self.theirs.layers[layer][0])
         return [(keys, values), *super().write(layer, k, v)]
 
     def rows(self, layer: int = 0) -> int:
-        """The borrowed rows and the memory's own."""
-        own = next(iter(self.layers), 0)  # any layer that is not skipped: layer 0 may be
+        """How many rows a pass sees besides its own: borrowed ones and the memory's own."""
+        own = next(iter(self.layers), 0)  # any layer that is not skipped (layer 0 may be skipped)
         return self.borrowed + super().rows(own)
 
 
 class SomeLayers(Drafter):
-    """A drafter made of the target, with the modules of ``left_out`` skipped. A softcap of the target's logits is not applied.
+    """A drafter made of the target, with the modules of ``left_out`` skipped. It does not apply the target's softcap to its logits.
 
     ``returns``: how many values each module returns, from ``values_returned``.
     """
@@ -83,7 +83,7 @@ class SomeLayers(Drafter):
 
     @contextmanager
     def _without(self) -> Iterator[None]:
-        """Replace ``forward`` of the skipped modules within this context. (Some modules have one from accelerate: it is restored.)"""
+        """A context in which ``forward`` of the skipped modules is replaced. (accelerate sets one on some modules; it is restored.)"""
         before = {module: module.__dict__.get("forward") for module in self.left_out}
         for module, passes_on in self.left_out.items():
             module.forward = _instead(passes_on, self.returns[module])
@@ -108,7 +108,7 @@ def _instead(passes_on: bool, returns: int) -> Any:
 
 @torch.inference_mode()
 def values_returned(target: Target, kind: str, parts: tuple[str, ...]) -> dict[nn.Module, int]:
-    """How many values each layer, and each of its ``parts``, returns as a tuple; 0: it returns a tensor. Found by reading one token.
+    """How many values each layer, and each of its ``parts``, returns as a tuple (0: it returns a tensor). Found by reading one token.
 
     ``kind``: the proposer, for errors. Raises UserError where the target's layers cannot be skipped.
     """
@@ -148,8 +148,8 @@ class Itself:
         self.context = context
 
     def absorb(self, roots: Roots) -> None:
-        """Keep the last root. The drafter does not need the others, which it finds in the target's cache."""
-        self.root = roots[-1:]  # of it, only the chosen token is not in the cache
+        """Keep the last root. The drafter does not need the others, because the target's cache holds them."""
+        self.root = roots[-1:]  # the cache only lacks the token chosen at it
 
     @torch.inference_mode()
     def propose(self, policy: TreePolicy, rng: CounterRNG, sampling: SamplingParams) -> Tree:

@@ -1,4 +1,4 @@
-"""Prompt lookup (Saxena, 2023): find earlier places of the text's last n tokens, n as large as possible, and guess what followed there."""
+"""Prompt lookup (Saxena, 2023): find where the text's last n tokens occurred before, n as large as possible, and guess what followed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from headstart.inference.proposers.base import Lookup, Trie, check_whole
 class Ngram(Lookup):
     """Looks up n-grams with n from ``most`` down to ``least`` tokens, until ``matches`` places are found; for each n, later places first.
 
-    The continuations of these places are merged by prefix into one tree. A continuation that reaches the end of the text repeats from its
-    start. Raises UserError for a wrong value.
+    The continuations of these places are merged by prefix into one tree. A continuation that reaches the end of the text starts again from
+    its own beginning. Raises UserError for a wrong value.
     """
 
     def __init__(self, *, most: int = 4, least: int = 1, matches: int = 3) -> None:
@@ -35,7 +35,7 @@ class Ngram(Lookup):
 
     @property
     def matched(self) -> int:
-        """The largest n whose last n tokens occurred before; 0: none."""
+        """The largest n for which the text's last n tokens occurred before; 0: none."""
         return self._match(())[0]
 
     def _match(self, after: Sequence[int]) -> tuple[int, list[int]]:
@@ -52,7 +52,7 @@ class Ngram(Lookup):
         return longest, places
 
     def guess(self, after: Sequence[int], depth: int, nodes: int, branch: int, least: float) -> Trie:
-        """The continuations of the matches, merged by prefix. ``least`` is not used: a lookup of n-grams knows no probabilities."""
+        """The continuations of the matches, merged by prefix. ``least`` is not used, because n-gram matches have no probabilities."""
         trie = Trie(nodes, branch)
         for place in self._match(after)[1]:
             followed, node = [*self.text[place : place + depth], *after], -1

@@ -32,7 +32,7 @@ def _takes(made: Any, by_place: bool) -> list[str]:
 
 
 def _classes() -> dict[str, Any]:
-    """kind -> class: first the drafter's own trees, then the kinds that need the text alone, then the others."""
+    """kind -> class, in the order: the drafter's own trees, the kinds that need only the text, the others."""
     names = [path.stem for path in sorted(CONF.glob("*.yaml")) if (HERE / path.name).with_suffix(".py").is_file()]
     found = {name: getattr(importlib.import_module(f"{__package__}.{name}"), name.title().replace("_", "")) for name in names}
     return {"drafter": Drafting} | dict(sorted(found.items(), key=lambda each: bool(_takes(each[1], by_place=True))))
@@ -47,8 +47,8 @@ KEYS: dict[str, list[str]] = {  # kind -> the keys that its settings may have
 
 
 def open_proposer(settings: Settings, target: Target, drafter: Drafter | None = None, where: str = "proposer") -> Proposer:
-    """Make the proposer that the settings describe. ``drafter``: stands wherever they name a drafter without a folder. ``where``: the name
-    of the settings in errors.
+    """Make the proposer that the settings describe. ``drafter``: used wherever they name a drafter without a folder. ``where``: the name of
+    the settings in error messages.
 
     Raises UserError for an unknown kind or key (naming the nearest), for a wrong value, and for a drafter that is missing or has another
     vocabulary than the target.
@@ -86,7 +86,9 @@ def check_proposer(settings: Settings, where: str = "proposer") -> None:
 
 
 def takes_drafter(settings: Settings) -> bool:
-    """Whether the drafter at hand guesses, here or in a proposer within. Raises UserError for an unknown kind or key."""
+    """Whether these settings, or those of a proposer within, use a drafter without a folder of its own: the one that the caller must give.
+    Raises UserError for an unknown kind or key.
+    """
     kind, given = _check(settings, "proposer")
     within = [given.get(name, CLASSES[kind].within[name]) for name in PLACES[kind] if name not in ("target", "drafter")]
     parts = [part for inner in within for part in (inner if isinstance(inner, list | tuple) else [inner])]

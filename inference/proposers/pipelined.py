@@ -1,10 +1,10 @@
-"""Pipelined drafting: the next round's chain is drafted while the target still verifies this round's (the idea of Mirror
-speculative decoding, Apple, 2026).
+"""Pipelined drafting: the next round's chain is drafted while the target still verifies this round's (the idea of Mirror Speculative
+Decoding, 2510.13161).
 
 The drafter bets on the likeliest outcome: that the whole chain is accepted, and that the target's own token after it is the drafter's
 next guess. Where the bet is lost, its rows are removed from the drafter's memory and the round is drafted as usual. This is exact,
 because the bet decides when a chain is drafted, never which chain. The drafter must not read the target's states, which do not exist
-yet. It may be on another device; bets are made and compared there.
+yet when it drafts. It may be on another device; bets are made and compared there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from headstart.inference.proposers.elsewhere import rng_on, tree_on
 
 
 class Pipelined:
-    """``threads``: CPU threads for drafting beside the target. Raises UserError for a drafter that reads the target's states."""
+    """``threads``: CPU threads that draft while the target verifies. Raises UserError for a drafter that reads the target's states."""
 
     taps: tuple[int, ...] = ()
 
@@ -66,7 +66,7 @@ class Pipelined:
             raise UserError(f"pipelined drafting makes chains, not trees of kind {policy.kind}: set decode.kind=chain")
         longer = replace(policy, depth=policy.depth + 1)  # the bet is that the target says the last guess itself
         tree = self.ready if self.ready is not None else self.inner.propose(longer, rng_on(rng, self.device), sampling)
-        first = tree_on(_first(tree, policy.depth), self.home)  # copied now: after the bet began, the copy would wait for it
+        first = tree_on(_first(tree, policy.depth), self.home)  # copied now: once the bet has begun, the copy would wait for it
         if len(tree) > policy.depth:
             self.rows, self.bets = self.inner.memory.rows(), self.bets + 1
             self.expected_BT = tree.tokens_BN[:, : policy.depth + 1]

@@ -1,5 +1,5 @@
-"""Suffix decoding (the idea of 2411.04975): find the longest suffix of the text that occurred in it before, and guess what followed
-there, weighted by how often each continuation followed.
+"""Suffix decoding (the idea of SuffixDecoding, 2411.04975): find the longest suffix of the text that occurred in it before, and guess what
+followed there, weighted by how often each continuation followed.
 
 The suffix automaton of the text (Blumer et al., 1985) is updated online, in amortised constant time a token. A state stands for all
 substrings that end at the same set of places. Its suffix link leads to the state of the longest of their suffixes that ends at more
@@ -65,8 +65,8 @@ class Automaton:
 
 
 class Suffix(Lookup):
-    """``least``: tokens of the shortest match that counts. ``places``: how many places of matches are used at most, those of longer
-    matches first, then later places first.
+    """``least``: the shortest match that counts, in tokens. ``places``: the most places of matches that are used, those of longer matches
+    first, then the later ones. Raises UserError for a wrong value.
     """
 
     most = sys.maxsize
@@ -92,7 +92,7 @@ class Suffix(Lookup):
         return length if length >= self.least else 0
 
     def matches(self, after: Sequence[int]) -> list[Place]:
-        """The places of the text where a suffix of text and ``after`` has ended before, with their weights."""
+        """The places where a suffix of the text followed by ``after`` ended before, with their weights."""
         a, rest = self.automaton, 1.0
         state = max(a.link[a.last], 0)
         length = a.length[state]
@@ -121,7 +121,7 @@ class Suffix(Lookup):
 
     def guess(self, after: Sequence[int], depth: int, nodes: int, branch: int, least: float) -> Trie:
         """The most probable paths, best first; a path less probable than ``least`` is not continued. A path that reaches the end of the
-        text goes on after the match that it began at: the continuation repeats.
+        text starts again after the match where it began.
         """
         trie = Trie(nodes, branch)
         heap: list[Offer] = []

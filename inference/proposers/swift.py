@@ -26,8 +26,9 @@ Choice = frozenset[tuple[int, str]]  # a set of skipped parts: (layer, name of t
 
 
 class Swift(Itself):
-    """``skip``: the share of all attentions and MLPs that is skipped (their number is rounded down). ``search``: rounds that try a
-    candidate. ``window``: tokens that a candidate is measured over. Raises UserError for a wrong value, and where layers cannot be skipped.
+    """``skip``: the share of all attentions and MLPs that is skipped (rounded down to a whole number). ``search``: how many rounds try a
+    candidate. ``window``: how many last tokens a candidate is measured over. ``seed``: of the search. Raises UserError for a wrong value,
+    and where layers cannot be skipped.
     """
 
     def __init__(self, target: Target, *, skip: float = 0.4, search: int = 16, window: int = 32, seed: int = 0) -> None:
@@ -48,13 +49,13 @@ class Swift(Itself):
         self.search, self.window, self.seed = search, window, seed
 
     def start(self, context: Context, tokens: int) -> None:
-        """Begin a sequence and the search anew, from a set of skipped parts at even distances."""
+        """Begin a sequence and a new search. It starts from a set of evenly spaced parts."""
         super().start(context, tokens)
         self.dice, self.tried = random.Random(self.seed), 0
         self.tokens_1T = torch.empty(1, 0, dtype=torch.int64, device=context.target.device)
         self.said_1T = self.tokens_1T  # what the target predicts after each of these tokens
         step = len(self.free) / self.count
-        self._use(frozenset(self.free[int(i * step)] for i in range(self.count)))  # evenly spread
+        self._use(frozenset(self.free[int(i * step)] for i in range(self.count)))
 
     @torch.inference_mode()
     def absorb(self, roots: Roots) -> None:
@@ -81,7 +82,7 @@ class Swift(Itself):
         return self.choice - {self.dice.choice(sorted(self.choice))} | {self.dice.choice(others)}
 
     def _matchness(self, choice: Choice) -> float:
-        """The matchness of ``choice``: read the window again with it, after the rows that the target's cache holds of the text before."""
+        """The matchness of ``choice``: with these parts skipped, read the window again, after the rows before it in the target's cache."""
         self._use(choice)
         before, tokens = self.context.length - self.tokens_1T.shape[1], self.tokens_1T.shape[1]
         positions_1T = torch.arange(before - 1, self.context.length - 1, device=self.tokens_1T.device)[None]

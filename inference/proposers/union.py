@@ -1,7 +1,7 @@
 """The union of several proposers' trees, merged by prefix into one (SpecInfer, 2305.09781).
 
 The parts are asked in order, each for an equal share of the nodes that are left. Nodes that one part does not use go to the parts
-after it, so the cheap and less reliable parts (a lookup) come first and the best one last.
+after it. So the cheap and less reliable parts (a lookup) should come first, and the best one last.
 
 Above temperature 0 only the last part may draw. The others give their likeliest guesses, as at temperature 0. This is exact. Each
 drawn child of the last part is drawn from the q that it is verified with, whatever the other parts have guessed, and none is cut
@@ -72,9 +72,9 @@ class Union:
         merged, more = union.tree(tree.tokens_BN.device), len(union) - len(tree)
         if tree.drawn_BN is not None and tree.q_BRV is not None:
             merged.drawn_BN, merged.q_BRV = F.pad(tree.drawn_BN, (0, more)), F.pad(tree.q_BRV, (0, 0, 0, more))
-            # by_value: a tree that is now and then a chain must not be verified as one then, or the rule would hang on what was drawn. It
-            # is not ``planned``: which guesses find a place beside the last part's depends on what that has drawn.
-            # So is a chain that others add to: it has one draw a row, as trees by value have, and may remain a chain or not.
+            # ``by_value`` keeps a tree that is only sometimes a chain from being verified as one: the rule must not depend on the draws.
+            # A chain that the other parts may add to is such a tree too. It has one draw per row, like trees by value. The merged tree is
+            # never ``planned``, because which other guesses find a place depends on what the last part drew.
             merged.draws, merged.by_value = tree.draws, tree.by_value or (tree.is_chain and policy.kind != "chain")
         return merged
 
@@ -84,8 +84,8 @@ def _at_most(policy: TreePolicy, nodes: int) -> TreePolicy:
     if policy.kind == "chain":
         return policy
     if policy.kind == "fixed":
-        # The chain of first guesses, then the others by level: so no path loses its parent. All of them by level would leave a bush, which
-        # is accepted less far (EXPERIMENTS.md, 2026-11-26), and a lookup would guess no further than the bush is deep.
+        # Keep the chain of first guesses, then the others by level; so no path loses its parent. Sorted by level alone, the shallow paths
+        # would be kept: such a tree has a smaller accepted length (EXPERIMENTS.md, 2026-11-26), and lookups could not guess deeper than it.
         return TreePolicy("fixed", paths=tuple(sorted(policy.paths, key=any)[:nodes]))
     return replace(policy, nodes=nodes)
 
