@@ -42,7 +42,7 @@ def commit() -> str:
 
 def machine(device: torch.device) -> str:
     """The name of the GPU; or of the processor, with the instruction set and number of threads that torch uses. (Virtual machines hide
-    which processor they run on, and the speeds with AVX2 and with AVX-512 differ several times.)
+    which processor they run on, and the speeds with AVX2 and with AVX-512 differ severalfold.)
     """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)

@@ -3,7 +3,8 @@
 A round of a shape emits tau tokens and costs as much as c plain rounds. The shape with the largest tau / c is taken. If even its tau / c is
 below ``MARGIN``, most rounds do not draft. Costs are measured once per process. tau is estimated: 1 + the sum over depths d of the product
 of the acceptance rates up to d. Each rate is a running mean over the sequence's own past, mixed with a prior of the drafter
-(inference/reports/prior.py). The choice uses no token that is still to be drawn, so every verification rule stays exact.
+(inference/reports/prior.py). Sequences that share their rounds share the choice. It uses no token that is still to be drawn, so every
+verification rule stays exact.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def by_load(plans: Mapping[int, TreePolicy | None]) -> list[str]:
 
 
 def picture(tuned: Mapping[str, Any], path: Path) -> None:
-    """Plot v(n, B), the cost of verifying n nodes over a plain pass, and the predicted speed-up of the chosen trees."""
+    """Plot v(n, B), the cost of verifying n nodes relative to a plain pass, and the predicted speed-up of the chosen trees."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")

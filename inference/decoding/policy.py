@@ -27,13 +27,13 @@ class TreePolicy:
     """The shape of a tree. ``kind`` is one of these; the settings that each kind uses stand in parentheses:
 
     ``chain`` (depth): one guess after the other. ``fixed`` (paths): the same tree every time. ``dynamic`` (depth, nodes, branch, expand,
-    least): the ``expand`` best nodes of each level are expanded (EAGLE-2, 2406.16858). ``best_first`` (depth, nodes, branch, least): every
-    node that can still be among the ``nodes`` best is expanded. ``auto`` (depth, nodes, branch, expand, least): chosen anew every round,
-    either a chain or a tree. The tree is the dynamic tree of these settings, or where ``fixes_tree`` says so a ``caterpillar`` of this
-    depth, nodes and branch.
+    least): the ``expand`` best nodes of each level are expanded (2406.16858). ``best_first`` (depth, nodes, branch, least): every node
+    that can still be among the ``nodes`` best is expanded. ``auto`` (depth, nodes, branch, expand, least): chosen anew every round, either
+    a chain or a tree. The tree is the dynamic tree of these settings, or where ``fixes_tree`` says so a ``caterpillar`` of this depth,
+    nodes and branch.
 
-    ``paths`` are child ranks from the root row (Medusa, 2401.10774): (0,) is the likeliest first guess, (0, 1) the second likeliest after
-    it. ``nodes`` is the most that a dynamic or best-first tree keeps; for chains and fixed trees nodes, branch and depth follow from the
+    ``paths`` are child ranks from the root row (2401.10774): (0,) is the likeliest first guess, (0, 1) the second likeliest after it.
+    ``nodes`` is the most that a dynamic or best-first tree keeps; for chains and fixed trees nodes, branch and depth follow from the
     shape. ``expand``: None stands for as many as ``branch``. ``least``: a node whose path is less probable than this is not expanded, so
     that the tree stays shallow and drafting cheap where the drafter is unsure. Raises UserError naming a wrong value.
     """

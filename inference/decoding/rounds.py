@@ -65,7 +65,7 @@ class Rounds:
         self.graphs = Graphs(self.device) if can else None
         self.looks = self.device.type == "cpu" and not can  # reading a value costs nothing on a CPU, so rows that nobody needs are skipped
         self.positions = min(target.shape.max_positions, target.turn or target.shape.max_positions)  # every position is below this
-        # Slack of ``path`` rows for its last round, for the next one (begun before the last is read), and for writes after it has left.
+        # Slack, ``path`` rows each: a sequence's last round, the next one (begun before the last is read), and writes after it has left.
         room = max_length + 3 * self.path + self.waits
         scratch = max([1 + p.nodes for p in trees] + [p.reads for p in trees], default=1)
         self.cache = FixedMemory(sequences, room, scratch, self.device, target.layers_on(), target.reader.memory_dtype)

@@ -19,8 +19,8 @@ RULES = ("auto", "token", "block", "traversal", "multi_round", "without_replacem
 WARM = 0.5  # from this temperature on, fixed trees have a larger accepted length than dynamic ones (EXPERIMENTS.md, 2026-11-26)
 
 
-# Factor on a drafter's logits at temperature 0. Drafters learn the target's whole distribution, but a greedy target always takes its
-# likeliest token, so first guesses are right more often than their probabilities say (EXPERIMENTS.md, 2026-11-26). 2 multiplies exactly.
+# Factor on a drafter's logits at temperature 0. Drafters learn the target's whole distribution, but a greedy target takes its likeliest
+# token: first guesses are right more often than their probabilities say (EXPERIMENTS.md, 2026-11-26). A factor of 2 rounds nothing.
 SHARPER = 2.0
 
 

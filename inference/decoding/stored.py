@@ -1,9 +1,9 @@
 """A target read from its files, without its layers: enough for everything that needs no pass, above all training from captured states.
 
 The embedding and the output head are read whole; of every other parameter, only the few values that the fingerprint is made of.
-transformers itself determines which stored tensors make up which parameter: the model is built on the meta device, and the renamings and
-conversions are used by which transformers would load it. Where the files alone do not suffice (quantized weights, an adapter, unknown
-modules), ``NotStored`` says why; then the model has to be loaded.
+transformers itself determines which stored tensors make up which parameter: the model is built on the meta device, and stored names are
+mapped by the renamings and conversions that transformers applies when loading. Where the files alone do not suffice (quantized weights, an
+adapter, unknown modules), ``NotStored`` says why; then the model has to be loaded.
 
 Shape suffixes: V vocabulary, D hidden.
 """

@@ -49,7 +49,7 @@ class Swift(Itself):
         self.search, self.window, self.seed = search, window, seed
 
     def start(self, context: Context, tokens: int) -> None:
-        """Begin a sequence and a new search. It starts from a set of evenly spaced parts."""
+        """Begin a sequence and a new search. At first, evenly spaced parts are skipped."""
         super().start(context, tokens)
         self.dice, self.tried = random.Random(self.seed), 0
         self.tokens_1T = torch.empty(1, 0, dtype=torch.int64, device=context.target.device)
