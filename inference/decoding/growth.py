@@ -2,8 +2,8 @@
 
 A tree grows level by level. Every expanded row gets ``branch`` children. The drafter then reads, in one step, those children that are
 expanded next. All children of all levels form the pool, from which the tree's nodes are selected at the end. Chains and fixed trees
-determine beforehand which nodes are expanded and kept. The dynamic tree (2406.16858) takes the nodes of the highest value: the
-product of draft probabilities along the node's path (sharpened at temperature 0: see ``sampling.SHARPER``).
+determine beforehand which nodes are expanded and kept. The dynamic tree (2406.16858) takes the nodes of the highest value: the product of
+draft probabilities along the node's path (sharpened at temperature 0: see ``sampling.SHARPER``).
 
 Above temperature 0 the last child of a row is drawn (rule ``top_plus_one``; the other rules for trees draw all children). The value of a
 drawn child uses the total mass that it was drawn from, never the probability of its token. So whether the child is kept does not depend
