@@ -1,4 +1,4 @@
-"""What MkDocs makes of the source: a page for every drafter, from its module's docstring, its YAML, and what it was measured at."""
+"""A hook of MkDocs: makes a page for every drafter, from the docstring of its module, its YAML and its measured figures."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def names() -> list[str]:
-    """The drafters that there are."""
+    """The names of all drafters, sorted."""
     return sorted(path.stem for path in (ROOT / "conf" / "head").glob("*.yaml"))
 
 
 def page(name: str, measured: dict[str, Any] | None) -> str:
-    """A drafter's page: what it is, how it is trained, its settings, its figures."""
+    """The Markdown of a drafter's page: what it is, how it is trained, its settings, its figures (None: not measured)."""
     text = [f"# {name}", "", docstring(name), "", "```", f"python train.py head={name}", "```", "", "## Settings", ""]
     text += ["```yaml", (ROOT / "conf" / "head" / f"{name}.yaml").read_text().rstrip(), "```", "", "## Measured", ""]
     if measured is None:
@@ -55,12 +55,12 @@ def page(name: str, measured: dict[str, Any] | None) -> str:
 
 
 def docstring(name: str) -> str:
-    """Of the drafter's module, which is not imported."""
+    """The docstring of the drafter's module. The file is parsed, not imported."""
     return ast.get_docstring(ast.parse((ROOT / "heads" / f"{name}.py").read_text())) or ""
 
 
 def first_sentence(text: str) -> str:
-    """Up to the first line that ends a sentence, on one line."""
+    """The first paragraph of ``text`` on one line, with ``|`` escaped for a table cell."""
     first = " ".join(text.split("\n\n")[0].split())
     return first.replace("|", "\\|")
 
@@ -72,7 +72,7 @@ def _measured() -> dict[str, dict[str, Any]]:
 
 
 def _commit() -> str:
-    """The commit that the drafters' figures are of."""
+    """The commit at which the drafters' figures were measured; "unknown" if there are none."""
     if not FIGURES.is_file():
         return "unknown"
     found = json.loads(FIGURES.read_text())
