@@ -1,4 +1,4 @@
-"""The commands: the frame of every door (frame.py), and the types of all settings (schema.py, groups.py, values.py, words.py)."""
+"""The command-line entry points ("doors"): their common frame (frame.py), and the types of all settings (schema.py, groups.py, ...)."""
 
 from headstart.door.early import one_line
 

@@ -1,4 +1,4 @@
-"""The command line: what is corrected before hydra reads it, and the errors where hydra cannot read it."""
+"""The command line: corrections before hydra reads it, and the error messages where hydra cannot read it."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ from headstart.heads.errors import UserError, near
 from headstart.heads.override import quoted
 from headstart.heads.renamed import override_of_now
 
-LONGEST, DEEPEST = 2000, 100  # at most: characters of an error; nested brackets of a setting, as hydra reads more slowly or never
+LONGEST, DEEPEST = 2000, 100  # most characters of an error; most nested brackets of a setting (hydra hardly gets through more)
 ARMS = """arms="{a:'head=NAME',b:'head=NAME loss=tv'}\""""  # as a shell wants it
 ERRORS = "HEADSTART_ERRORS"  # the number of an open file, for the errors of a process that door/launch.py started
 
 
 def command_of(*known: str) -> str:
-    """The command that the command line begins with, taken out of it; "" where it begins with a setting or an option."""
+    """Take the command that the command line begins with out of ``sys.argv`` and return it; "" if it begins with a setting or an option.
+    An unknown command ends the process with an error.
+    """
     word = sys.argv[1] if len(sys.argv) > 1 else ""
     if word in known:
         del sys.argv[1]
@@ -49,8 +51,8 @@ def examples(doc: str | None, command: str = "") -> str:
 
 
 def door_of_words(command: str, doc: str | None, run: Callable[[Sequence[str]], object], bare: bool = False) -> None:
-    """A door that takes words, and no settings of conf/. ``run`` gets the words without ``command`` before them. --help shows ``doc``
-    without its first paragraph, and so does a command line without words, unless the door takes that too (``bare``).
+    """Run a door that takes plain words, not settings of conf/. ``run`` gets the words that follow ``command``. --help prints ``doc``
+    without its first paragraph; so does a command line without words, unless the door can run without any (``bare``).
     """
     if sys.argv[1:2] == [command]:
         del sys.argv[1]
@@ -96,7 +98,7 @@ def command_line(config_name: str) -> Any:
 
 
 def _depth(argument: str) -> int:
-    """How deep brackets are nested; a closing bracket without an open one counts for nothing."""
+    """How deep brackets are nested; an unmatched closing bracket is ignored."""
     now = most = 0
     for sign in argument:
         now = max(0, now + (sign in "[{(") - (sign in "]})"))
@@ -122,7 +124,7 @@ def of_now(arguments: Sequence[str], config_name: str) -> list[str]:
 
 
 def check_overrides(config_name: str, arguments: Sequence[str]) -> None:
-    """Raises UserError for what hydra would misunderstand, or explain in its own terms."""
+    """Raises UserError for arguments that hydra would misread, or report in its own terms."""
     groups, not_taken = usage.groups(config_name), usage.not_taken(config_name)
     for argument in arguments:
         key, _, value = argument.partition("=")
@@ -139,7 +141,7 @@ def check_overrides(config_name: str, arguments: Sequence[str]) -> None:
 
 
 def _apart(group: str, several: str) -> bool:
-    """Whether choices of a group can be taken together: none has a key of another. (Trackers share keys, which mean the same to each.)"""
+    """Whether these choices of a group can be combined: no key is in two of them. (Trackers may share keys: they mean the same to each.)"""
     words = [word.strip() for word in several.strip("[]").split(",")]
     found = [key for word in words if word in choices(group) for key in of_yaml(group, word)]
     return len(words) > 1 and (group == "tracker" or len(found) == len(set(found)))
@@ -196,7 +198,7 @@ def explain(error: Exception, config_name: str, arguments: Sequence[str] | None 
 
 
 def _no_choice(group: str, choice: str, found: Sequence[str]) -> str:
-    """The error for a choice that is not there. A target or data may be given as a path, or as a name on the hub: how it is done."""
+    """The error for an unknown choice of a group. For target and data it adds how to give a path, or a name on the hub."""
     known = found or choices(group)
     others = {
         "target": f"; any other, a folder or a name on the hub: target=folder target.path={choice}",

@@ -3,8 +3,8 @@
 python -m trainers board                            of the project headstart, in your own account
 python -m trainers board project=mine entity=TEAM   name="..." is what the view is called
 
-It makes a saved view and says where; runs come into it as they are sent. Needs `pip install wandb-workspaces` and a login. Without
-W&B's server: python -m trainers compare RUN...
+It makes a saved view and prints its address; runs appear in it as they are uploaded. Needs `pip install wandb-workspaces` and a login.
+Without W&B's server: python -m trainers compare RUN...
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ def main(words: Sequence[str]) -> str:
     try:
         entity = own["entity"] or wandb.Api().default_entity
         return str(workspace(own["name"], entity, own["project"]).save().url)
-    except Exception as e:  # of its library, its server, the network
+    except Exception as e:  # raised by W&B's library, its server or the network
         raise UserError(f"wandb does not make the board ({' '.join(str(e).split())[:300]}): log in with `wandb login`, give entity=") from e
 
 
 def workspace(name: str, entity: str, project: str) -> Any:
-    """``BOARD`` as W&B's own library writes it; nothing is sent yet."""
+    """``BOARD`` as a workspace of W&B's library; nothing is uploaded yet."""
     import wandb_workspaces.reports.v2 as reports
     import wandb_workspaces.workspaces as workspaces
 

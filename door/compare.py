@@ -1,11 +1,11 @@
 """The door ``python -m trainers compare``: finished runs side by side, from their folders alone.
 
 python -m trainers compare runs/a runs/b            comparison.html, .md, .png and .json in runs/compare-a+b
-python -m trainers compare runs/sweep-* out=DIR     in DIR; of a run of several arms each one
+python -m trainers compare runs/sweep-* out=DIR     in DIR; of a run with several arms, every arm
 
-A RUN is the folder of a training or of a report. Nothing is loaded or decoded: what the reports say is put together. What was not
-measured alike (another machine, other prompts) is said.
-Beside it, for Weights & Biases: python -m trainers board --help, python -m trainers sweep --help.
+A RUN is the folder of a training or of a report. Nothing is loaded or decoded: only the finished reports are read. Conditions that
+differ between them (the machine, the prompts) are named.
+For Weights & Biases see also: python -m trainers board --help, python -m trainers sweep --help.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The door to data.
 
-python -m data target=NAME data=NAME head=NAME out=DIR                       capture what the target says: training without its passes
+python -m data target=NAME data=NAME head=NAME out=DIR                       capture the target's states, to train without its passes
 python -m data regenerate target=NAME data=chat path=FILE.jsonl out=FILE     the target answers the prompts itself
 python -m data verify DIR                                                    what of a capture is damaged, and how much is usable
-python -m data engine target=NAME head=NAME folder=DIR                       how to start a vLLM that reads for the target
+python -m data engine target=NAME head=NAME folder=DIR                       how to start a vLLM that computes the target's states
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from headstart.heads.errors import UserError
 
 
 def capture_states(config: dict[str, Any]) -> bool:
-    """Capture the target's states over the data. Returns whether all is captured: other processes may have to finish their parts."""
-    from headstart.data.capture import capture  # here, so that what is wrong is said before torch is loaded
+    """Capture the target's states over the data. Returns whether the capture is complete: other processes may still have parts to do."""
+    from headstart.data.capture import capture  # imported here: wrong settings are reported before torch is loaded
     from headstart.data.packed import Packed
     from headstart.data.served import open_served
     from headstart.data.source import check_source, open_source
@@ -85,7 +85,7 @@ def verify(config: dict[str, Any]) -> None:
 
 
 def engine(config: dict[str, Any]) -> None:
-    """Print the command that starts a vLLM which reads for the target, and the one that trains with it."""
+    """Print the command that starts a vLLM server for the target's states, and the command that trains with this server."""
     from headstart.data.engine import command
     from headstart.inference.decoding.info import shape_of
     from headstart.inference.settings import config_of
@@ -101,7 +101,7 @@ def engine(config: dict[str, Any]) -> None:
 
 
 def say_next(words: list[str], *groups: str) -> None:
-    """Print how to train with the result: with ``words``, and what this command line says of these ``groups``."""
+    """Print the command that trains with the result: this command line's settings of ``groups``, then ``words``."""
     given = [o for o in overrides() if o.lstrip("+").partition("=")[0].partition(".")[0] in groups]
     print("train with:", shlex.join(["python", "train.py", *given, *words]))
 
@@ -110,7 +110,7 @@ def main() -> None:
     command = command_of("engine", "regenerate", "verify")
     if command == "verify" and len(sys.argv) > 1 and not re.match(r"-|\w+=", sys.argv[1]):
         sys.argv[1] = f"path={sys.argv[1]}"
-    if command == "regenerate":  # of torchrun's processes the first does it all: each would write the same file
+    if command == "regenerate":  # only torchrun's first process does this: each would write the same file
         if os.environ.get("RANK", "0") != "0":
             return
         if (others := int(os.environ.get("WORLD_SIZE", 1)) - 1) > 0:

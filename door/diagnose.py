@@ -1,4 +1,4 @@
-"""``python -m inference diagnose``: expected beside decoded lengths of an exported folder, and why too few of its guesses are accepted."""
+"""``python -m inference diagnose``: expected and decoded lengths of an exported folder, and why too few of its guesses are accepted."""
 
 from __future__ import annotations
 

@@ -19,12 +19,12 @@ from headstart.heads.errors import UserError
 from headstart.heads.files import put_text
 
 GIB = 1 << 30
-LOW_DISK, LOW_SHARED = 10 * GIB, 1 * GIB  # a small run with its checkpoints; what data loaders and NCCL share
+LOW_DISK, LOW_SHARED = 10 * GIB, 1 * GIB  # bytes: of a small run with its checkpoints; of what data loaders and NCCL share
 FILES = 1024  # open files that a run with many shards may need
 
 
 class Finding(NamedTuple):
-    """A line of the findings."""
+    """The result of a check, printed as one line."""
 
     kind: Literal["ok", "note", "wrong"]
     what: str

@@ -1,4 +1,4 @@
-"""Ctrl-C where it would print a trace, or be lost: before a door has begun, and where Python ignores exceptions. And `| head`."""
+"""Ctrl-C where Python would print a stack trace (before a door has begun) or lose it (where it ignores exceptions); and `| head`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ SOON = 0.05  # seconds
 
 @contextmanager
 def one_line() -> Iterator[None]:
-    """A context for importing a door and composing its settings: as nothing has begun, Ctrl-C ends the process at once, with one line.
-    (OmegaConf would turn a KeyboardInterrupt within it into an error of its own.)
+    """A context for importing a door and composing its settings. Nothing has begun yet, so Ctrl-C ends the process at once, with one line.
+    (OmegaConf would turn a KeyboardInterrupt into an error of its own.)
     """
     with _instead(signal.default_int_handler, _end):
         yield
@@ -67,10 +67,10 @@ def never_ignored() -> Iterator[None]:
 
 @contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """A context for code that only prints: where the reader of its output has left (`| head`), it ends without an error."""
+    """A context for code that only prints: if the reader of its output has gone (`| head`), the code ends without an error."""
     try:
         yield
-        sys.stdout.flush()  # as Python ends, it would raise where nobody can catch it
+        sys.stdout.flush()  # a flush at Python's exit would raise where nobody can catch it
     except BrokenPipeError:
         reader_left()
 
@@ -82,7 +82,7 @@ def reader_left() -> None:
 
 def _end(*_: object) -> None:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # it may be in the middle of writing
+        with suppress(Exception):  # the signal may have interrupted a write
             stream.flush()
     if os.environ.get("RANK", "0") == "0":
         os.write(2, b"interrupted\n")

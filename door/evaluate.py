@@ -1,4 +1,4 @@
-"""``python -m inference evaluate``: a suite of prompts, a drafter beside plain decoding and others, resumed where it was stopped."""
+"""``python -m inference evaluate``: measures a drafter, plain decoding and others on a suite of prompts; can be stopped and resumed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ FILES = (".jsonl", ".json", ".gz")
 
 
 def name_the_file() -> None:
-    """Replace ``suite=FILE.jsonl`` on the command line by ``suite=file path=FILE.jsonl``, the suite that is a file of one's own."""
+    """Replace ``suite=FILE.jsonl`` on the command line by ``suite=file path=FILE.jsonl``, the suite that reads the user's own file."""
     for at, word in enumerate(sys.argv):
         if word.startswith("suite=") and word.endswith(FILES):
             sys.argv[at : at + 1] = [f"suite={OWN}", f"path={word.removeprefix('suite=')}"]
 
 
 def compare_evaluations(runs: Sequence[Done], folder: Path) -> None:
-    """The evaluations of a --multirun side by side: a table, and comparison.json."""
+    """Compare the evaluations of a --multirun: print a table, and write comparison.json."""
     from headstart.inference.reports.evaluation import NAME, compare
 
     compare({run.label: Path(run.config["out"]) / NAME for run in runs if not run.error}, folder)
@@ -90,7 +90,9 @@ def evaluate(config: dict[str, Any]) -> None:
 
 
 def opened(config: dict[str, Any], decode: Any, target: Any, longest: int) -> tuple[list[Any], int, list[str]]:
-    """The sides to compare, plain decoding first; the largest depth of their trees; and the folders of their drafters."""
+    """The sides to compare, plain decoding first; the largest depth of their trees; and the folders of their drafters. Raises UserError
+    where two sides have the same name, and for decode=tuned where drafting did not pay.
+    """
     from headstart.door.infer import name_of
     from headstart.inference.decoding.policy import fit_depth
     from headstart.inference.reports.generate import assistant_of
@@ -136,7 +138,7 @@ def settings(config: dict[str, Any], target: Any, questions: Any, folders: list[
     from headstart.inference.provenance import machine
 
     own = ("against", "temperatures", "sequences", "new_tokens", "raw", "on_long")
-    kinds = (".safetensors", ".json")  # decode.json and acceptance.json say which trees are taken
+    kinds = (".safetensors", ".json")  # decode.json and acceptance.json decide which trees are drafted
     drafters = {folder: sha256(*sorted(file for file in Path(folder).iterdir() if file.suffix in kinds))[:16] for folder in folders}
     asked = digest(repr([(q.name, q.category, list(q.turns)) for q in questions]), 16)
     return {

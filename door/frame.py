@@ -76,7 +76,7 @@ def enter(
             try:
                 hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(job)()
             finally:
-                if not started:  # --cfg: flushed while Python ends, it would raise where nobody can catch it
+                if not started:  # --cfg: a flush at Python's exit would raise where nobody can catch it
                     sys.stdout.flush()
             if many is not None and at_end is not None and not all(each.error for each in done):
                 with as_usual():
@@ -86,14 +86,14 @@ def enter(
         except (UserError, HydraException, OmegaConfBaseException) as e:
             end(explain(e, config_name))
         except KeyboardInterrupt:
-            if os.environ.get("RANK", "0") == "0":  # one of several processes says it for all
+            if os.environ.get("RANK", "0") == "0":  # printed once, not by every process
                 print("interrupted", file=sys.stderr)
             raise SystemExit(130) from None
         except BrokenPipeError:  # `--help | head`: the reader has what it wanted
             if started:
                 raise
             reader_left()
-        except (ValueError, AssertionError, OSError) as e:  # hydra's, for some command lines and for settings of its own
+        except (ValueError, AssertionError, OSError) as e:  # raised by hydra, for some command lines and for settings of its own
             about = [argument for argument in sys.argv[1:] if argument.startswith("hydra.")]
             if started or not (about or isinstance(e, ValueError)):
                 raise
@@ -101,14 +101,14 @@ def enter(
 
 
 def loading(config: Settings, more: str = "") -> None:
-    """Print a line before the imports that take seconds; none in a run of several processes."""
+    """Print what is loaded, before imports that take seconds. A run of several processes prints nothing."""
     if "RANK" not in os.environ:
         print(f"loading {config['target']['name']} ({config['target']['path']}){more} ...", flush=True)
 
 
 def load_torch() -> None:
-    """Import what takes seconds. As nothing has begun, Ctrl-C ends the process with one line: within its imports torch would make another
-    error of it.
+    """Import torch and what needs it, which takes seconds. Ctrl-C ends the process with one line: torch would turn a KeyboardInterrupt
+    during its imports into another error.
     """
     with one_line():
         import headstart.heads.orders  # noqa: F401
@@ -122,7 +122,7 @@ class _Many(NamedTuple):
 
 
 def _look_ahead(config_name: str, options: Any) -> _Many:
-    """Check all runs of a --multirun before the first one starts. Raises UserError where none is right."""
+    """Check all runs of a --multirun before the first one starts. Raises UserError if all of them are wrong."""
     arguments, wrong, right = options.overrides, dict[str, str](), 0
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         folder, several = folder_of_all(config_name, arguments), swept_in(arguments)
@@ -136,7 +136,7 @@ def _look_ahead(config_name: str, options: Any) -> _Many:
                 name = label(config_name, run, several)
                 try:
                     config = hydra.compose(config_name, run)
-                except (HydraException, OmegaConfBaseException) as e:  # hydra itself would begin with none of them
+                except (HydraException, OmegaConfBaseException) as e:  # because of it, hydra would start no run at all
                     why = explain(e, config_name, run)
                     raise UserError(why if why.startswith(f"{name}:") else f"{name}: {why}") from e
                 try:
@@ -189,7 +189,7 @@ def checked(config: DictConfig, config_name: str) -> Settings:
 
 
 def compose_again(config_name: str, arguments: list[str]) -> Settings:
-    """The checked settings of another command line, composed while hydra is at work. Raises UserError for what is wrong in it."""
+    """The checked settings of another command line, composed while hydra is running. Raises UserError for what is wrong in it."""
     arguments = of_now([as_typed(argument) for argument in arguments], config_name)
     try:
         with one_line():

@@ -142,7 +142,7 @@ class Loss(Group):
 
 
 class Lora(Group):
-    """``lora`` of conf/trainer: the target's own training beside the drafter's."""
+    """``lora`` of conf/trainer: the target is trained too, beside the drafter."""
 
     rank: Whole
     alpha: Above0
@@ -198,7 +198,7 @@ class Trainer(Group):
     @model_validator(mode="after")
     def _patience_has_something_to_judge(self) -> Trainer:
         if self.epochs is None and (why := too_much(self.patience, self.steps, self.decode_every, self.eval_every)):
-            raise ValueError(why)  # of epochs trainers/prepare.py asks once it knows how many steps they are
+            raise ValueError(why)  # with epochs, trainers/prepare.py checks this once it knows their steps
         return self
 
 

@@ -2,9 +2,9 @@
 
 python -m inference speculator=DIR target=NAME prompts=FILE.jsonl          a report for any exported folder
 python -m inference tune speculator=DIR target=NAME prompts=FILE.jsonl     the tree that is fastest on this machine
-python -m inference tune speculator=DIR target=NAME shards=DIR             what each tree would be accepted for, without the target
+python -m inference tune speculator=DIR target=NAME shards=DIR             the accepted length of each tree, without the target
 python -m inference diagnose speculator=DIR run=DIR target=NAME            why it is accepted less often than its training says
-python -m inference expect speculator=DIR path=SHARDS target=NAME          what it would be accepted for, without the target
+python -m inference expect speculator=DIR path=SHARDS target=NAME          the accepted length to expect, without the target
 python -m inference evaluate speculator=DIR suite=spec_bench path=FILE     a suite by category, beside plain decoding and others
 python -m inference chat speculator=DIR target=NAME                        in a terminal
 python -m inference serve speculator=DIR target=NAME                       an OpenAI-compatible endpoint
@@ -30,7 +30,7 @@ from headstart.heads.errors import UserError
 
 def report(config: dict[str, Any]) -> None:
     """The door ``python -m inference``: decode, compare with plain decoding, write the report."""
-    from headstart.data.prompts import fitting  # here, so that what is wrong is said before torch is loaded
+    from headstart.data.prompts import fitting  # imported here: wrong settings are reported before torch is loaded
     from headstart.inference.decoding.placement import is_main
     from headstart.inference.reports.card import served, write_card
     from headstart.inference.reports.measure import make_report
@@ -133,8 +133,8 @@ def tune(config: dict[str, Any]) -> None:
 
 
 def name_of(kind: str, drafter: Any, proposer: Any) -> str:
-    """The name in reports: of a drafter, on whatever device, that of its head; of any other proposer its kind."""
-    proposer = getattr(proposer, "inner", proposer)  # of a drafter on another device
+    """The name in reports: a drafter's head, whatever device it is on; any other proposer's kind."""
+    proposer = getattr(proposer, "inner", proposer)  # a drafter on another device is wrapped
     drafter = getattr(proposer, "drafter", drafter)
     return kind if kind != "drafter" or drafter is None else drafter.config["head"]
 
@@ -183,7 +183,7 @@ def check_contents(config: dict[str, Any]) -> None:
 
 
 def folders_within(proposer: Any) -> list[str]:
-    """The folders of the drafters that a proposer, and the proposers within it, name."""
+    """The folders of drafters that the settings of a proposer name, those of the proposers within it included."""
     if isinstance(proposer, list):
         return [folder for each in proposer for folder in folders_within(each)]
     if not isinstance(proposer, dict):

@@ -24,7 +24,7 @@ from headstart.door.arguments import ERRORS
 from headstart.heads.errors import UserError
 from headstart.heads.parent import with_its_parent
 
-PATIENCE = 30.0  # seconds that are left to the others when one has failed, or when a third Ctrl-C came
+PATIENCE = 30.0  # seconds until the remaining processes are killed (see ``_wait``)
 POLL = 0.1  # seconds
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 Process = subprocess.Popen[bytes]
@@ -40,7 +40,9 @@ def free_port() -> int:
 
 
 def launch(command: Sequence[str], processes: int) -> int:
-    """Run ``command`` in ``processes`` processes. Returns the exit code of the first one that failed, as shells have it; else 0."""
+    """Run ``command`` in ``processes`` processes. Returns the exit code of the first one that failed (128 + n where signal n ended it, as
+    in shells), 130 if a signal ended the run, else 0. Raises UserError where no port is free.
+    """
     threads = max(1, (os.cpu_count() or 1) // processes)
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
     children: list[Process] = []
@@ -56,15 +58,16 @@ def launch(command: Sequence[str], processes: int) -> int:
         finally:
             _kill(children)
         _say(errors)
-    code = code or (130 if signals else 0)  # the processes ended before a last signal was passed on
+    code = code or (130 if signals else 0)  # the signal came when all processes had ended
     return code if code >= 0 else 128 - code
 
 
 def _wait(children: Sequence[Process], signals: list[int]) -> int:
     """Pass ``signals`` on until all processes have ended, or are to be killed. Returns the exit code of the first one that failed.
 
-    Without a failure there is no time limit: a step is ended, a checkpoint written, a full disk waited for. When a process has failed,
-    the others get ``PATIENCE`` seconds: they may wait for it in a collective operation, where they react to no signal.
+    There is no time limit at first: processes may finish a step, write a checkpoint, or wait for a full disk. Once a process has failed,
+    rank 0 has ended, or a third Ctrl-C has come, the others get ``PATIENCE`` seconds: they may be waiting for a process that is gone, in
+    a collective operation that no signal interrupts.
     """
     code, asked, until = 0, Counter[int](), float("inf")
     while alive := [child for child in children if child.poll() is None]:
@@ -76,7 +79,7 @@ def _wait(children: Sequence[Process], signals: list[int]) -> int:
             asked[number := signals.pop(0)] += 1
             for child in alive:
                 child.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
-        if failed or children[0] not in alive or asked[signal.SIGINT] > 2:  # rank 0 ends when all is done
+        if failed or children[0] not in alive or asked[signal.SIGINT] > 2:  # rank 0 ends only when the run is done
             until = min(until, time.monotonic() + PATIENCE)
         if time.monotonic() > until:
             return code or (130 if asked else 0)

@@ -23,7 +23,7 @@ JOB = "HEADSTART_JOB"  # set in the environment of a job, which must not submit 
 TASK = (  # run in each task: sets torchrun's variables from SLURM's (not for a single task)
     'if [ "$SLURM_NTASKS" -gt 1 ]; then export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS '
     'LOCAL_WORLD_SIZE=$((SLURM_NTASKS / SLURM_NNODES)); fi; [ "$SLURM_PROCID" -eq 0 ] && exec "$@"; '
-    # When rank 0 has ended, srun ends the other tasks; their code must not hide that of rank 0.
+    # When rank 0 has ended, srun ends the other tasks; their exit codes must not hide rank 0's.
     'trap : TERM; "$@"; code=$?; [ $code -eq 143 ] || exit $code'
 )
 

@@ -29,8 +29,8 @@ from headstart.door.values import CONF, choices
 from headstart.heads.override import typed
 
 NAMED = ("head", "target", "data", "experiment")  # what a folder's name begins with
-# Settings of where a run is, how it is watched, kept and reported, how its data are read, and what only changes rounding: as in
-# trainers/resume.py, they make no other run, so they do not change the folder's name.
+# Settings that do not make a run another one (as in trainers/resume.py), so its folder is not named after them: where the run is, how it
+# is watched, kept and reported, how its data are read, and what changes nothing but rounding.
 WATCHED = (
     "out", "out_fallback", "out_wait", "arms", "decode", "export", "report", "tracker", "target.device",
     *(f"trainer.{key}" for key in ("save_every", "keep", "background", "eval_every", "resume", "skips", "spike", "timeout", "profile")),
@@ -86,7 +86,7 @@ def digest(text: str, digits: int = 6) -> str:
 
 
 def part(value: str) -> str:
-    """A value as it was typed where it is short and plain, else its beginning and a digest of all of it; of a path, its last part."""
+    """A value as a part of a folder's name: as typed if it is short and plain, else its beginning (a path's last part) and a digest."""
     value = value.strip("'\"")
     if re.fullmatch(r"\d*\.?\d+(e[+-]?\d+)?", value, re.IGNORECASE) and not value.isdecimal():
         return number(float(value))
@@ -97,14 +97,14 @@ def part(value: str) -> str:
 
 
 def number(value: float) -> str:
-    """0.004 and 4e-3 are one number, and have one name: the shorter one."""
+    """The shortest text of a number, so that 0.004 and 4e-3 have the same name."""
     digits = next(text for places in range(18) if float(text := f"{value:.{places}e}") == value)
     mantissa, _, exponent = digits.partition("e")
     return min(repr(value), f"{mantissa}e{int(exponent)}", key=len)
 
 
 def short(key: str, known: Collection[str]) -> str:
-    """The shortest end of a dotted key that no other key has."""
+    """The last words of a dotted key: as few as needed so that no other key ends with them."""
     parts = key.split(".")
     for count in range(1, len(parts)):
         tail = ".".join(parts[-count:])
@@ -120,7 +120,7 @@ def joined(parts: Sequence[str]) -> str:
 
 
 def given(arguments: Sequence[str]) -> dict[str, str]:
-    """key -> value, sorted by key; of several values the last. So the same settings in another order are the same run."""
+    """key -> value (the last one given), sorted by key, so that the order of the arguments does not matter."""
     pairs = (argument.lstrip("+").partition("=") for argument in arguments)
     return dict(sorted({key: value for key, _, value in pairs}.items()))
 
@@ -138,7 +138,7 @@ def words(settings: dict[str, str], config_name: str) -> list[str]:
 
 
 class Defaults(NamedTuple):
-    """The settings before the command line gives values."""
+    """The settings before the command line changes any value."""
 
     keys: list[str]
     config: DictConfig
@@ -158,7 +158,7 @@ def defaults(config_name: str, choices: tuple[str, ...]) -> Defaults:
 
 
 def _differ(settings: dict[str, str], config_name: str, config: dict[str, Any]) -> set[str]:
-    """The keys of ``settings`` with another value than the default, without those that are only watched."""
+    """The keys of ``settings`` whose values differ from the defaults, without those of ``WATCHED``."""
     usual = defaults(config_name, tuple(f"{key}={value}" for key, value in settings.items() if key in NAMED)).choices
     groups = {key: value for key, value in settings.items() if key in usual}
     before = defaults(config_name, tuple(f"{key}={value}" for key, value in groups.items())).config
@@ -178,8 +178,8 @@ def _value(config: DictConfig, key: str) -> Any:
 
 
 def changed(config_name: str, config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The settings whose values differ from conf/, for a report: key -> ``value``, ``default``. For head, target and data that is the
-    choice, and what differs from the YAML of this choice.
+    """The settings whose values differ from conf/, for a report: key -> ``value``, ``default``. For head, target and data: the choice
+    itself, and the values that differ from that choice's YAML.
     """
     found, chosen = dict[str, dict[str, Any]](), []
     usual = defaults(config_name, ()).choices
@@ -232,7 +232,7 @@ def out_of(config_name: str, config: dict[str, Any]) -> str:
 
 
 def _of_arms(arms: dict[str, str]) -> list[str]:
-    """The words of a name for arms: what they are called, and a digest where one is more than the head it is called after."""
+    """The parts of a folder's name for arms: their names, and a digest unless every arm is just the head that it is named after."""
     plain = all(words == f"head={name}" for name, words in arms.items())
     return ["+".join(arms), *([] if plain else [digest(json.dumps(arms))])]
 
@@ -289,7 +289,7 @@ def compare_runs(runs: Sequence[Done], folder: Path) -> None:
     folders: dict[str, Path] = {}
     for run in (run for run in asked if not run.error):
         for name in run.config.get("arms") or [""]:
-            if ((there := Path(run.config["out"]) / name) / "report.json").is_file():  # else it was planned, or waits in a queue
+            if ((there := Path(run.config["out"]) / name) / "report.json").is_file():  # else it was only planned, or waits in a queue
                 folders[f"{run.label} {name}".strip()] = there
     if folders:
         compare_folders(folders, {run.label: run.error for run in asked if run.error}, folder)

@@ -4,9 +4,9 @@ python -m trainers sweep head=A,B trainer.lr=1e-3,4e-3                   every c
 python -m trainers sweep 'trainer.lr=tag(log,interval(1e-3,1e-1))'       a search within limits: method=bayes, or method=random
 python -m trainers sweep ... file=sweep.yaml metric=heldout/expected_length
 
-What has several values (as Hydra writes them: a,b or choice(a,b), range(1,9,2), interval(a,b)) is a parameter of the sweep, the rest is
-said to every run. Then `wandb sweep sweep.yaml`, and `wandb agent ID` on every machine that is to take part. Runs here, without W&B's
-server: `python train.py --multirun` with the same words.
+A setting with several values (as Hydra writes them: a,b or choice(a,b), range(1,9,2), interval(a,b)) becomes a parameter of the sweep;
+the other settings are the same in every run. Then call `wandb sweep sweep.yaml`, and `wandb agent ID` on every machine that is to take
+part. To run it here, without W&B's server: `python train.py --multirun` with the same words.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def sweep(words: Sequence[str], own: dict[str, str]) -> dict[str, Any]:
 
 
 def _parameter(override: Override, usual: DictConfig) -> dict[str, Any]:
-    """A key with several values as a parameter of the sweep. ``usual``: the defaults, by which whole numbers are known."""
+    """A key with several values as a parameter of the sweep. ``usual``: the defaults, which tell whether it is a whole number."""
     value = override.value()
     if isinstance(value, IntervalSweep):
         ends: list[float] = [float(str(value.start)), float(str(value.end))]  # hydra makes floats of both
@@ -102,7 +102,7 @@ def _parameter(override: Override, usual: DictConfig) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """A number as one, so that W&B draws it on an axis; anything else as it is typed."""
+    """A number as int or float, so that W&B draws it on an axis; any other value as it is typed."""
     for kind in (int, float):
         try:
             return kind(text)

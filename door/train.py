@@ -63,7 +63,7 @@ def main(config: dict[str, Any]) -> None:
             raise SystemExit(code)
         return
     load_torch()
-    from headstart.trainers.run import run  # here, so that what is wrong is said before torch is loaded
+    from headstart.trainers.run import run  # imported here: wrong settings are reported before torch is loaded
 
     check_contents(config)
     run(**config, changed={name: changed("config", config | arm) for name, arm in (config["arms"] or {"": {}}).items()})
@@ -95,9 +95,9 @@ def check_contents(config: dict[str, Any]) -> None:
 
 
 def check_idle(config: Mapping[str, Any], said: Mapping[str, str]) -> None:
-    """Raises UserError for a setting without an effect beside the others, naming the key and what to give instead: whoever gives one
-    expects an effect. For settings of an optimizer that is not used, as sweeps over optimizers give them, only a line is printed.
-    ``config``: the whole configuration of a training; ``said``: key -> value, as typed.
+    """Raises UserError for a setting that the other settings make useless; the error names the key and what to give instead. Settings of an
+    optimizer that is not used are common in sweeps over optimizers: for them only a line is printed. ``config``: the whole configuration
+    of a training; ``said``: key -> value, as typed.
     """
     arms = [config | arm for arm in (config["arms"] or {"": {}}).values()]
     trainers = [arm["trainer"] for arm in arms]

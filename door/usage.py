@@ -17,7 +17,7 @@ from headstart.door.values import CONF, choices
 KEY = re.compile(r"( *)(\w+):(?: (.*))?$")
 HOW = """key=value changes a setting, group=choice takes another choice; group=choice --help shows the settings of that choice.
 --multirun key=a,b: a run for each; --cfg job: the settings of a run, nothing is run; --hydra-help: what else Hydra can do."""
-ONE_LINE, WIDTH = 60, 40  # characters: the most of a dictionary on one line; the left column
+ONE_LINE, WIDTH = 60, 40  # characters: of a dictionary on one line, at most; of the left column
 
 
 def opening(path: Path) -> str:

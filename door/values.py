@@ -42,7 +42,7 @@ def keys(group: str) -> set[str]:
 
 
 # ---- values ----
-# For a ValueError without a message the error is that of the type: KEY must be ..., found ...
+# A ValueError without a message gives the error of the type: KEY must be ..., found ...
 
 
 def _word(value: object) -> str:
@@ -99,7 +99,7 @@ def _source(name: str) -> str:
 
 
 def _proposer(value: object, where: str = "decode.proposer") -> object:
-    """A proposer of a kind that occurs in conf/decode, as must be the proposers within it."""
+    """A proposer whose kind occurs in conf/decode; so must the kinds of the proposers within it."""
     kinds = sorted({proposer["kind"] for proposer in said("decode", "proposer")})
     if not isinstance(value, Mapping) or "kind" not in value:
         raise ValueError(f"{where} must be a dictionary with a kind, {{kind: ngram}} for example, found {shown(value)}")
@@ -139,12 +139,12 @@ def _arms(value: object) -> object:
 
 
 Whole = Annotated[int, Field(ge=1)]
-NewTokens = Annotated[int, Field(ge=2)]  # the pass over the prompt gives the first; rounds, which are measured, the others
+NewTokens = Annotated[int, Field(ge=2)]  # the pass over the prompt gives the first token, the rounds that are measured give the others
 Count = Annotated[int, Field(ge=0)]
 Above0 = Annotated[float, Field(gt=0)]
 AtLeast0 = Annotated[float, Field(ge=0)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
-Seed = Annotated[int, Field(ge=0, lt=1 << 32)]  # what every generator takes
+Seed = Annotated[int, Field(ge=0, lt=1 << 32)]  # what every random number generator takes
 Length = Annotated[int, Field(ge=2)]  # tokens: at least one of a prompt and one of the answer
 Word = Annotated[str, BeforeValidator(_word), Says("a word")]
 Place = Annotated[str, BeforeValidator(_place), Says("a path")]

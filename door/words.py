@@ -107,7 +107,7 @@ def explained(error: ValidationError, model: type[BaseModel], config: Mapping[st
     others = [each for each in errors if each["type"] != "missing"]
     if any(each["loc"] == ("data", "path") for each in others):  # its shorthand is wrong in the same way
         others = [each for each in others if each["loc"] != ("path",)]
-    if len(others) > 1:  # ``out`` may only be named after another wrong value
+    if len(others) > 1:  # ``out`` may be wrong only because another wrong value is in its name
         others = [
             each
             for each in others
