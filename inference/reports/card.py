@@ -28,7 +28,7 @@ from headstart.inference.reports.report import Report
 from headstart.inference.reports.summary import summary
 
 NAME = "README.md"
-ASKED = 6  # most guesses a round in an engine's command, in the place of decode=auto: an engine's number is fixed
+ASKED = 6  # most guesses a round in an engine's command for decode=auto, which varies its number: an engine's is fixed
 BLOCK = re.compile(r"<!-- headstart: ([^\n]+?) -->\n(.*?)<!-- headstart: end -->\n?", re.DOTALL)
 LICENCE = "# license: yours to choose; the licences of the target and of the data may bind you\n"
 
@@ -106,8 +106,8 @@ def digest(folder: Path) -> str:
 def renewed(
     earlier: str, report: Report, block: Mapping[str, Any], weights: str, base: str | None, settings: Mapping[str, Any] | None
 ) -> str:
-    """The card's text: ``earlier`` with our blocks renewed. ``block``: of config.json; ``weights``: their digest; ``base``: the target on
-    the hub.
+    """The card's text: ``earlier`` with our blocks renewed. ``block``: ``headstart`` of config.json; ``weights``: their digest; ``base``:
+    the target's name on the hub, if it is known.
     """
     title, figures = "about", f"figures of {weights}: {_plain(report['prompts_from'])}"
     ours = {figures: _figures(report), "serving": _serving(report)}
@@ -123,7 +123,7 @@ def renewed(
 
     def renew(found: re.Match[str]) -> str:
         name = found[1]
-        if name.startswith("figures of ") and not name.startswith(f"figures of {weights}:"):  # of replaced weights
+        if name.startswith("figures of ") and not name.startswith(f"figures of {weights}:"):  # measured with weights that were replaced
             return ""
         return _marked(name, ours.pop(name, found[2]))
 
@@ -208,7 +208,7 @@ def _training(report: Report, trainer: Mapping[str, Any]) -> str:
 
 
 def _short(settings: Mapping[str, Any]) -> str:
-    """Settings on one line; of long lists (a trimmed vocabulary has thousands of ids) only the length."""
+    """Settings on one line. Long lists (a trimmed vocabulary has thousands of ids) are replaced by their length."""
 
     def of(value: Any) -> str:
         if isinstance(value, Mapping):

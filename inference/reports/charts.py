@@ -15,9 +15,9 @@ from headstart.inference.reports.page import h, joined
 
 Point = tuple[float, float]
 WIDTH, HEIGHT = 420, 258
-LEFT, RIGHT, TOP, BOTTOM = 40, 92, 26, 40  # around what is drawn: ticks, names of lines, the label of y, the label of x
+LEFT, RIGHT, TOP, BOTTOM = 40, 92, 26, 40  # margins for: ticks, names of lines, the label of y, the label of x
 LETTER, LINE = 6.7, 15  # of 12 pixel text: a letter's mean width, a line's height
-KINDS = ((0, "t0", "circle"), (1, "t1", "diamond"))  # temperatures, as they are drawn
+KINDS = ((0, "t0", "circle"), (1, "t1", "diamond"))  # temperature, its CSS class, its mark
 MOST = 160  # points of a line: where there are more, the means of neighbours are drawn
 
 
@@ -44,7 +44,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def short(value: float) -> str:
-    """As an axis says it: 1200, 0.5, 12k, 3M."""
+    """A number as an axis shows it: 1200, 0.5, 12k, 3M."""
     for size, sign in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
             return f"{value / (1e3 if sign == 'k' else size):g}{sign}"
@@ -146,7 +146,7 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 
 
 def apart(ends: Sequence[tuple[float, Series]], top: float, bottom: float) -> list[tuple[float, Series]]:
-    """Names at the ends of lines, moved so that none stands over another: down where they must, then up where the chart ends."""
+    """Heights for the names at the ends of lines, so that no two names overlap: moved down first, then up from the chart's lower edge."""
     placed, least = list[tuple[float, Series]](), top
     for y, s in sorted(ends, key=lambda end: end[0]):
         placed.append((max(y, least), s))
@@ -164,8 +164,8 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 def beside(points: Sequence[Point], names: Sequence[str], within: Box, others: Sequence[Box] = ()) -> list[tuple[float, float, bool]]:
-    """A place for every name: its left end, its middle height, and whether it is so far from its point that a line must lead to it. If
-    there is such a place, a name covers no point, no other name and none of ``others``. The first names choose first.
+    """A place for every name: its left end, its middle height, and whether it is so far from its point that a line must lead to it. As
+    long as there is room, a name covers no point, no other name and none of ``others``. The first names choose first.
     """
     taken: list[Box] = [*others, *((x - 6, y - 6, x + 6, y + 6) for x, y in points)]
     found = []

@@ -52,7 +52,7 @@ RANKED = {  # figures that a comparison ranks by, which have intervals over prom
 }
 CONDITIONS = {"target": "target", "device": "machine", "dtype": "dtype", "prompts_from": "prompts from", "prompts": "number of prompts",
               "new_tokens": "new tokens of a prompt", "commit": "commit"}  # fmt: skip
-# told once, if all reports agree
+# keys that are told once if all reports agree
 ABOUT = ("prompts", "tree", "tree_temperature_1", "dtype", "device", "commit", "versions", "data", "train_steps")
 
 
@@ -149,12 +149,12 @@ def compare(
     metrics.jsonl.
     """
     rows = [figures(name, report) for name, report in reports.items()]
-    rows.sort(key=lambda row: (-as_served(row)["speedup"], -row["t0_tree"]))  # as the headline has it; longest first of those that rest
+    rows.sort(key=lambda row: (-as_served(row)["speedup"], -row["t0_tree"]))  # as in the headline; auto without drafting: by length
     about: Mapping[str, Any] = next(iter(reports.values()), {})
     kept: dict[str, Any] = {key: about[key] for key in ABOUT if key in about and all(r.get(key) == about[key] for r in reports.values())}
     if len({shape_of(report) for report in reports.values()}) > 1:
         kept.pop("tree", None)
-    if target:  # without any report nobody may know it
+    if target:  # unknown without any report
         kept["target"] = Path(target).name
     kept |= {"changed": [name for name, report in reports.items() if "target_changed" in report]}
     kept |= {"apart": conditions(reports), "settings": differing(settings or {})}

@@ -158,7 +158,7 @@ def several(rows: Sequence[Row]) -> list[Markup]:
 
 
 def leading(points: Mapping[str, Sequence[Point]]) -> list[Series]:
-    """A line for each of the first ``MANY`` names, but for those without points. The line of the first name is bold."""
+    """A line for each of the first ``MANY`` names that has points. The line of the first name is bold."""
     found = zip(points.items(), [("t0", ""), *[("plain", "thin")] * (MANY - 1)], strict=False)
     return [Series(shortened(name, 13), kind, each, style=style) for (name, each), (kind, style) in found if each]
 
@@ -178,8 +178,8 @@ def training(rows: Sequence[Row], curves: Mapping[str, Curves]) -> list[Markup]:
 
 
 def differing(settings: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> Markup:
-    """The settings that differ: for a few drafters a table of keys by drafters; for many a row each, with its settings that most others
-    do not have.
+    """The settings that differ. For up to ``FEW`` drafters: a row for each key, a column for each drafter. For more: a row for each
+    drafter, with those of its settings that most others do not have.
     """
 
     def cell(value: str) -> Markup:

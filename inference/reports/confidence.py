@@ -51,7 +51,7 @@ def confidences(
 
 @torch.no_grad()
 def probabilities(target: Target, prompt: Sequence[int], said: Sequence[int]) -> list[float]:
-    """The target's probability of each token of ``said``, at temperature 1 without filters, from one pass; to four digits."""
+    """The target's probability of each token of ``said``, at temperature 1 without filters, from one pass; rounded to four digits."""
     tokens_T = torch.tensor([*prompt, *said], device=target.device)
     _, final_1TD = target.read(tokens_T[None], torch.arange(len(tokens_T), device=target.device)[None], ())
     found = []

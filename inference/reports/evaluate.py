@@ -56,8 +56,8 @@ class How(NamedTuple):
 
 def units(questions: Sequence[Question], how: How) -> list[Key]:
     """The units to be measured, in order: each a number of sequences at once, a temperature and the questions decoded together. The last
-    questions of a category, if too few for a unit, are left out: fewer at once would be another figure. Raises UserError where no
-    category has as many questions as a number of sequences asks for.
+    questions of a category are left out if they are too few for a unit: fewer at once would be another measurement. Raises UserError
+    where no category has as many questions as a number of sequences asks for.
     """
     groups: dict[str, list[int]] = {}
     for i, question in enumerate(questions):
@@ -83,7 +83,7 @@ def evaluate(target: Target, sides: Sequence[Side], questions: Sequence[Question
             held.callback(side.close)
         for i, unit in enumerate(watched(left, "evaluated")):
             here = [side for side in sides if unit.sequences == 1 or side.batches]
-            if (unit.sequences, unit.temperature) not in warm:  # not kept: first calls are slow, and decode=auto measures its rounds
+            if (unit.sequences, unit.temperature) not in warm:  # warm-up: first calls are slow, and decode=auto measures its rounds
                 warm.add((unit.sequences, unit.temperature))
                 for side in here:
                     _talk(target, side, questions, unit, words, how._replace(new_tokens=min(WORTH + 1, how.new_tokens)), turns=1)
@@ -135,7 +135,7 @@ def _differences(target: Target, made: dict[str, Any], how: How) -> dict[str, li
 
 
 def _same_prompt(made: dict[str, Any], name: str) -> Iterator[tuple[int, dict[str, Any], dict[str, Any]]]:
-    """Yield (turn, the side's answer, plain decoding's answer), up to the first that differ: after these the prompts differ too."""
+    """Yield (turn, the side's answer, plain decoding's answer), up to the first pair that differs: after it the prompts differ too."""
     for theirs, plain in zip(made[name]["talks"], made[PLAIN]["talks"], strict=True):
         for turn, (a, b) in enumerate(zip(theirs, plain, strict=False)):
             yield turn, a, b
@@ -153,7 +153,7 @@ def together(line: Line, name: str) -> Generation:
 
 
 def figures(lines: dict[Key, Line], depth: int) -> list[dict[str, Any]]:
-    """A row for each number of sequences, temperature, category (first all of them) and side. ``depth``: of the acceptance by depth."""
+    """A row for each number of sequences, temperature, category (first all together) and side. ``depth``: the deepest acceptance shown."""
     lines = {key: line for key, line in lines.items() if len(key.questions) == key.sequences}  # earlier versions kept incomplete units
     kinds = dict.fromkeys((key.sequences, key.temperature) for key in lines)
     groups = [ALL, *dict.fromkeys(line.group for line in lines.values())]

@@ -33,7 +33,7 @@ def write(results: Results, questions: Sequence[Question], folder: Path, depth: 
     measured = Counter[tuple[int, float]]()
     for key in results.lines:
         measured[key[:2]] += len(key.questions)
-    # counted once, for plain decoding, where most questions were measured: other settings cut hardly any other prompts
+    # Cut prompts are counted for plain decoding, at the setting with the most questions: the other settings cut almost the same prompts.
     fullest = max(measured, key=lambda kind: measured[kind])
     every = [line.made[PLAIN] for key, line in results.lines.items() if key[:2] == fullest]
     found = {

@@ -23,8 +23,8 @@ from headstart.inference.reports.walk import Walk, walk
 
 @torch.no_grad()
 def guesses_of(drafter: Drafter, recorded: Recorded, depth: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yields for each depth 1, 2, ..., of the N roots from the prompt's last token on that have a token to guess there: the draft logits
-    over the target's vocabulary [N, V], the tokens to guess [N], and the target's final states that predict these tokens [N, D].
+    """Yield for each depth 1, 2, ...: the draft logits over the target's vocabulary [N, V], the tokens to guess [N], and the target's final
+    states that predict these tokens [N, D]. The N roots begin at the prompt's last token and have a token to guess at this depth.
     """
     tokens_BT = torch.tensor([recorded.text], device=recorded.device)
     T, first = tokens_BT.shape[1], len(recorded.prompt) - 1
@@ -57,8 +57,9 @@ def expected_walk(
 ) -> Walk:
     """The walk of a chain over the target's own continuation ``said``, from one teacher-forced pass.
 
-    Under the block rule (2403.10444; on a chain ``traversal`` is the same) p is scaled by w of the path so far, the running
-    min(1, w p / q): of the probability w p(x) of emitting x after the accepted guesses, min(q, w p)(x) comes from accepting one more guess.
+    Under the block rule (2403.10444; on a chain ``traversal`` is the same), p is scaled by w, the weight of the path so far: 1 at the root,
+    and min(1, w p(x) / q(x)) after token x. Of the mass w p(x) on emitting x, min(q, w p)(x) comes from accepting the guess x, so the guess
+    was accepted with probability min(1, q(x) / (w p(x))). Under the token rule w stays 1.
     """
     recorded = Recorded.by(target, drafter.taps, prompt, said)
     if sampling.temperature == 0:
@@ -75,7 +76,7 @@ def expected_walk(
 
 
 def chance_ratio(q_NV: Tensor, p_NV: Tensor, x_N: Tensor, sampling: SamplingParams) -> Tensor:
-    """q(x) / p(x) [N], from draft and target logits: where below 1, the probability that the emitted token x was an accepted guess."""
+    """q(x) / p(x) [N] after filters, from draft and target logits: capped at 1, the token rule's probability that x was accepted."""
     warp = LogitsWarper.of([sampling], x_N.device)
     q, p = (y[0].gather(-1, x_N[:, None])[:, 0] for y in (warp.drafter(q_NV[None]), warp.target(p_NV[None])))
     return q / p.clamp_min(1e-30)

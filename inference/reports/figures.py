@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from headstart.inference.decoding.decode import Generation
 
-SETS, COVERED, DIGITS = 2000, 0.95, 4  # of intervals
+SETS, COVERED, DIGITS = 2000, 0.95, 4  # of the intervals
 LEAST = 2  # prompts: a single one gives no interval
-GRAM = 8  # tokens: so many alike are hardly chance, and a loop shows after its first turn
-HIGH = 0.2  # repetition above which a report says so: ordinary prose and code stay below, by far
+GRAM = 8  # tokens: long enough that a repetition is hardly chance, short enough that a loop shows in its second turn
+HIGH = 0.2  # repetition above which a report warns: ordinary prose and code stay far below
 WHY = "what repeats is easily guessed, which flatters accepted lengths and speed-ups: over other text they are lower"
 
 Array = NDArray[np.float64]
@@ -114,7 +114,7 @@ def repetition(texts: Iterable[Sequence[int]], size: int = GRAM) -> float:
 
 
 def too_much(figures: Mapping[Any, Mapping[str, Any]]) -> list[str]:
-    """A warning for each temperature (-> figures) at which the target repeats itself too much, by a share above ``HIGH``."""
+    """A warning for each temperature whose share of repetition is above ``HIGH``. ``figures``: temperature -> its figures."""
     shares = {temperature: each.get("repetition") or 0.0 for temperature, each in figures.items()}
     return [
         f"the target repeats itself at temperature {temperature:g}: {share:.0%} of the {GRAM}-grams of a text stood in it before; {WHY}"

@@ -17,7 +17,7 @@ def sure(row: Batch) -> Sequence[float]:
 
 
 def several(report: Report) -> list[Markup]:
-    """A chart and a table of the speed-up against the number of sequences decoded at once; empty where one at a time was decoded only."""
+    """A chart and a table of the speed-up against the number of sequences decoded at once; empty if all were decoded one at a time."""
     series, rows = list[Series](), report.batches or ()
     banded = all(map(sure, rows))
     for temperature, kind, shape in KINDS:

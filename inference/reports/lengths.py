@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from math import isfinite, sqrt
 from typing import Any
 
-ENOUGH = 16  # texts from which on the spread of their differences is taken as it is
+ENOUGH = 16  # texts: with so many, the spread of their differences is used as it was measured
 APART, SIGMAS = 0.02, 3.0  # the lengths are apart if they differ by more than this share and by more than so many standard errors
 
 
 @dataclass
 class Lengths:
-    """For each text the tokens of its rounds and the number of rounds, which may be a fraction where it is expected."""
+    """For each text the tokens of its rounds and the number of rounds (an expected number may be a fraction)."""
 
     tokens: list[float] = field(default_factory=list)
     rounds: list[float] = field(default_factory=list)
@@ -33,7 +33,7 @@ class Lengths:
 
     @property
     def standard_error(self) -> float:
-        """The standard error of ``length`` over the sample of texts (linearised ratio); infinite for fewer than two texts."""
+        """The standard error of ``length`` over the texts (delta method for a ratio of sums); infinite for fewer than two texts."""
         n, tau = len(self.tokens), self.length
         if n < 2:
             return float("inf")

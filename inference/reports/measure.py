@@ -45,9 +45,9 @@ SETTLES = 16  # tokens decoded untimed before each timed text
 class Contender:
     """A drafter with a tree policy, or another ``proposer`` called ``name``, and all it decoded from the prompts.
 
-    For an auto policy its tree is decoded too, so that drafters are compared by their guesses, and not by the rounds that auto did not
-    draft. For a drafter a chain as deep is decoded as well (but not under a repetition penalty, which depends on the path), and the
-    accepted length expected over the decoded texts is computed: ``truth`` in the report. A proposer has no chain of its own.
+    With an auto policy, its tree is decoded too: drafters are compared by their guesses, which auto leaves out in some rounds. With a
+    drafter, a chain as deep is decoded too (except under a repetition penalty, which depends on the path), and the accepted length that
+    is expected over the decoded texts is computed: ``truth`` in the report. Another proposer has no chain of its own.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Contender:
         return {t: dict(zip(auto.shapes, auto.costs, strict=True)) for t, auto in found.items() if auto is not None}
 
     def expect(self, prompt: Sequence[int], new_tokens: int, how: Mapping[int, SamplingParams]) -> None:
-        """Add the texts just decoded to ``truth``, which expects their accepted lengths. Not auto's: its rounds have the others' shapes."""
+        """Add the texts just decoded to ``truth``, for their expected lengths. Not auto's: its rounds have the shapes of the others."""
         for (kind, temperature), made in self.made.items():
             if self.truth is not None and kind != "auto":
                 self.truth.add(kind, self.shapes[kind, temperature], prompt, made[-1], how[temperature], new_tokens)
@@ -178,7 +178,7 @@ class Plain:
         return {t: replace(self.sampling, temperature=float(t), seed=self.sampling.seed + i) for t in TEMPERATURES}
 
     def settle(self, i: int) -> None:
-        """Decode a few untimed tokens: after passes of another model a small one needs about so many to have its weights in the caches."""
+        """Decode a few untimed tokens: after another model's passes, a small one needs about so many until the caches hold its weights."""
         self.decoder.generate(self.prompts[i], new_tokens=min(SETTLES, self.new_tokens), sampling=self.how(i)[0])
 
     def decode(self, i: int) -> None:
@@ -264,7 +264,7 @@ def _texts(plain: Plain, c: Contender) -> list[Text]:
 
 
 def _explained(plain: Plain, c: Contender, text: Text, known: Sequence[float] | None) -> Text:
-    """``text`` with the target's probabilities of its tokens (``known``, if they are) and the drafter's of its guesses."""
+    """``text`` with the target's probabilities of its tokens (``known``: those, if computed before) and the drafter's of its guesses."""
     target, prompt, rounds = plain.target, plain.prompts[text.prompt], text.rounds
     if c.guesser is c.drafter and c.drafter is not None:
         sure = confidences(target, c.drafter, prompt, text.tokens, rounds)

@@ -14,7 +14,7 @@ from headstart.inference.reports.page import shortened
 
 COLD, WARM, PLAIN, THEIRS = "#0b4f8a", "#e8a33d", "#8a8a8a", "#c8c8c8"
 INK, LINE = "#333333", "#f1f1f1"
-WIDTH, DPI = 8.6, 160  # inches of 9 point text; 1376 pixels
+WIDTH, DPI = 8.6, 160  # inches, and dots per inch: 1376 pixels
 LONGEST_NAME = 22  # letters
 
 
@@ -103,7 +103,7 @@ def comparison_picture(rows: Sequence[Mapping[str, Any]]) -> Any:
 
 def _marks(axes: Any, rows: Sequence[Mapping[str, Any]], marks: Mapping[str, tuple[str, str, int]]) -> None:
     for key, (mark, colour, filled) in marks.items():
-        aside = 0.16 if colour == WARM else -0.16  # the temperatures one above the other: none hides the other
+        aside = 0.16 if colour == WARM else -0.16  # the two temperatures at two heights: neither hides the other
         found = [(row[key], place + aside) for place, row in enumerate(rows) if row.get(key) is not None]
         if found:
             axes.plot(*zip(*found, strict=True), mark, zorder=2 + filled, clip_on=False, **_style(mark, colour, filled))

@@ -27,13 +27,13 @@ from headstart.inference.reports.walk import Walk
 
 NAME = "acceptance.json"
 PROMPTS, NEW_TOKENS, DEPTH = 8, 128, 8  # as long as the answers of a report: at temperature 0 the later part of a text repeats more
-FEW = 4.0  # smoothing: each depth counts so many more guesses with the share over all depths, as deep guesses are few
+FEW = 4.0  # smoothing, as deep guesses are few: so many pseudo-guesses at each depth, right at the share over all depths
 Shares = dict[bool, list[float]]  # sampled (above temperature 0) -> by depth: accepted share of guesses whose ancestors were accepted
 
 
 def measure(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]]) -> Shares:
-    """Measure the shares: decode the first few prompts plainly, then walk over each text by one teacher-forced pass of the drafter. None of
-    a temperature at which no text has a round.
+    """Measure the shares: decode the first few prompts plainly, then walk over each text by one teacher-forced pass of the drafter. A
+    temperature at which no text has a round is left out.
     """
     depth, found, plain = min(DEPTH, drafter.max_depth or DEPTH), Shares(), Decoder(target)
     for sampled in (False, True):
@@ -51,8 +51,8 @@ def measure(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]]) 
 
 
 def write(folder: str | Path, shares: Shares) -> None:
-    """Write ``acceptance.json`` into an exported folder of ours; nothing into any other, nor where shares of a temperature are missing.
-    Raises OSError where it cannot.
+    """Write ``acceptance.json`` into a folder that this package exported. Nothing is written into any other folder, or if the shares of a
+    temperature are missing. Raises OSError if the file cannot be written.
     """
     if (weights := _weights(folder)) is not None and len(shares) == 2:
         told = {f"temperature_{int(sampled)}": [round(x, 4) for x in by_depth] for sampled, by_depth in shares.items()}

@@ -3,13 +3,13 @@
 A text's tokens, and the target's states at each of them, are recorded once. Any drafter with any tree can then be judged by the recording
 alone, round by round: the drafter reads the recorded states as its roots and grows its tree, and the path that the text takes is kept.
 
-At temperature 0 a guess is accepted or not, so the rounds equal decoding's. Above it, the same text may come out of different rounds: a
-drawn guess may have been refused, and its token then sampled by the target itself. So the drawn guesses, and whether each was accepted,
-are sampled here given that this text came out. Of the probability p(x) of emitting x after a row, min(p, q)(x) comes from accepting a
-drawn child (q: the distribution it was drawn from); a refused child was drawn from max(q - p, 0), normalised. So the expected number of
-rounds equals decoding's, for every rule: with several drawn children p becomes the residual after each refusal; the rules block and
-traversal scale p by w, the weight of the path (see ``verify.traversal``). It does not matter whether the text was decoded plainly or
-with some drafter: its distribution is the target's in both cases.
+At temperature 0 the text decides which guesses are accepted, so the rounds equal decoding's. Above it, different rounds can give the same
+text: a token may be an accepted guess, or sampled by the target after a guess was refused. So the drawn guesses, and whether each was
+accepted, are sampled here under the condition that this text came out. Of the probability p(x) of emitting x after a row, min(p, q)(x)
+comes from accepting a drawn child, where q is the distribution that it was drawn from; a refused child was drawn from max(q - p, 0),
+normalized. With several drawn children, p becomes the residual after each refusal; the rules block and traversal scale p by w, the weight
+of the path (see ``verify.traversal``). Thus the expected number of rounds equals decoding's under every rule. It does not matter whether
+the text was decoded plainly or with some drafter: its distribution is the target's in both cases.
 
 Shape suffixes: T tokens, R rows of one pass (root row and nodes), E expanded rows of a level, K children of each, D hidden, V vocabulary.
 """
@@ -66,13 +66,13 @@ class Recorded:
         return cls(target, prompt, said, states, final_1TD)
 
     def new_memory(self, rows: int = 0) -> Slots:
-        """A memory without keys and values: nothing is read anew, so nothing need be remembered."""
+        """A memory without keys and values: the target computes nothing here, so nothing is stored."""
         return Slots(rows)
 
     def read_rows(
         self, tokens_1R: Tensor, positions_1R: Tensor, memory: Any, sees: Any, taps: Collection[int] = ()
     ) -> tuple[dict[int, Tensor], Tensor]:
-        """The recorded states at these positions. They have no meaning for rows whose tokens are not the text's; no round keeps those."""
+        """The recorded states at these positions. They mean nothing for rows whose tokens are not the text's: no round keeps such rows."""
         at_R = positions_1R[0].clamp(max=len(self.text) - 1)
         return {tap: self.states[tap][:, at_R] for tap in taps}, self.final_1TD[:, at_R]
 
@@ -113,7 +113,7 @@ class ReplayedState(SequenceState):
                 if drawn and not rng.happens(q / max(float(self.p(root + len(rows) - 1)[token]), LEAST), len(rows)):
                     return rows, token
             rows.append(node + 1)
-        return rows, self.recorded.text[-1]  # (at the end of the text, after which nothing is kept)
+        return rows, self.recorded.text[-1]  # at the end of the text: a filler, since no token after it is kept
 
 
 class ReplayedRNG(CounterRNG):
@@ -130,8 +130,8 @@ class ReplayedRNG(CounterRNG):
         self.weighted = rule in ("block", "traversal")
         self.several = self.weighted or RULES[rule].draw != "top_plus_one"  # whether a row may have several drawn children
         self.told, self.place = told, position  # position of the tokens whose children are chosen now
-        self.row: int | None = 0  # among the rows expanded now, the one whose path is the text's; None: there is none
-        self.p_V: Tensor | None = None  # what the children refused at this row leave of the target's distribution; None: all of it
+        self.row: int | None = 0  # index among the rows expanded now of the one whose path is the text's; None: no such row
+        self.p_V: Tensor | None = None  # the target's distribution after the refusals at this row; None: nothing was refused yet
         self.w, self.next_w = 1.0, 1.0  # weight of this row, and of its child whose token is the text's
         self.taken = False  # whether a child of this row was accepted
 

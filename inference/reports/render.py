@@ -52,7 +52,7 @@ def rows(report: Report) -> list[tuple[str, str, str]]:
 
 
 def _beside(report: Report, shape: str, name: str, *what: str) -> list[tuple[str, str, str]]:
-    """The rows ``what`` for another shape: the chain, which most engines draft, or decode=auto. None where it was not measured."""
+    """The rows ``what`` for another shape: the chain, which most engines draft, or decode=auto. Empty if it was not measured."""
     found: list[Figures] = [report[key] for t in (0, 1) if (key := f"{shape}temperature_{t}") in report]
     values = {
         "accepted length": [sure(figures, "accepted_length") for figures in found],
@@ -65,7 +65,7 @@ def _beside(report: Report, shape: str, name: str, *what: str) -> list[tuple[str
 
 
 def sure(figures: Figures, key: str) -> str:
-    """The figure and, where there is one, its interval over prompts: a busy machine shows in that of a speed-up."""
+    """The figure and, if there is one, its interval over prompts. (A busy machine widens the interval of a speed-up.)"""
     within = between(interval(figures, key))
     return f"{figures[key]:.2f}" + (f" ({within})" if within else "")
 
@@ -89,8 +89,8 @@ def shares(figures: Mapping[str, Any]) -> str:
 def table(
     title: str, head: Sequence[str], body: Iterable[Sequence[str]], *, left: Collection[int] = (0,), whole: Collection[int] = ()
 ) -> Table:
-    """A table for the terminal. Columns are justified right but for those numbered in ``left``, and wrapped (within a word where it has to
-    be) but for those in ``whole``.
+    """A table for the terminal. Columns are aligned to the right, except those numbered in ``left``. They are wrapped, if necessary within
+    a word, except those numbered in ``whole``.
     """
     made = Table(title=title, title_justify="left")
     for number, name in enumerate(head):

@@ -20,7 +20,9 @@ from headstart.heads.files import put_text
 from headstart.heads.stored import read_json
 from headstart.inference.decoding.policy import TreePolicy
 
-VERSION = 3  # version 1 has no such key; up to 2, temperature_0 and _1 of decode=auto are figures of auto itself, later of its tree
+# Reports of version 1 have no ``version``. Up to version 2, temperature_0 and temperature_1 of decode=auto are auto's own figures; since
+# version 3 they are its tree's.
+VERSION = 3
 NAME, ROUNDS, PICTURE = "report.json", "rounds.jsonl", "report.png"
 FILES = (NAME, ROUNDS, "report.md", "report.html", PICTURE)  # all files of a report
 
@@ -258,8 +260,8 @@ def _text(line: Mapping[str, Any]) -> Text:
 
 
 def shape_of(about: Mapping[str, Any]) -> str:
-    """The shape of the tree that was decoded, in words, from the keys of a report or of a comparison. At temperature 1 an auto policy's
-    tree has another one.
+    """The shape of the tree that was decoded, in words, from the keys of a report or of a comparison. An auto policy's tree may have
+    another shape at temperature 1.
     """
     cold, warm = about["tree"], about.get("tree_temperature_1", about["tree"])
     return str(TreePolicy(**cold)) + (f"; at temperature 1 {TreePolicy(**warm)}" if warm != cold else "")

@@ -1,4 +1,4 @@
-"""results.jsonl: the results of an evaluation so far, a line as soon as it is measured; and the same in the form of Spec-Bench's scripts.
+"""results.jsonl: the results of an evaluation, each written as soon as it is measured; and the same in the format of Spec-Bench.
 
 The first line holds the settings: an evaluation with other settings is refused in the same folder. A last line that is incomplete,
 because the process was killed, is removed.
@@ -84,7 +84,7 @@ class Results:
             raise UserError(f"out={self.path.parent} holds an evaluation with other settings: {each}. Give another out=DIR")
 
     def add(self, key: Key, group: str, made: dict[str, Any], differences: dict[str, list[dict[str, Any]]]) -> None:
-        """Add the results of a unit, without the prompts, and return when they are on the disk."""
+        """Add the results of a unit, without the prompts. Returns once they are on the disk."""
         without = [{k: v for k, v in turn.items() if k != "prompt"} for each in made.values() for talk in each["talks"] for turn in talk]
         turns = iter(without)
         made = {name: each | {"talks": [[next(turns) for _ in talk] for talk in each["talks"]]} for name, each in made.items()}

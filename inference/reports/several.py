@@ -31,7 +31,9 @@ Together = dict[tuple[int, int], list[Unit]]  # (sequences at once, temperature)
 
 
 def sizes_of(sequences: Sequence[int], prompts: int) -> list[int]:
-    """The numbers of sequences to be measured beside one at a time. Raises UserError for a number larger than that of the prompts."""
+    """The numbers of sequences to be measured, sorted and without 1, which every report measures. Raises UserError for a number larger than
+    that of the prompts.
+    """
     sizes = sorted(set(sequences) - {1})
     if sizes and sizes[-1] > prompts:
         what = f"{sizes[-1]} at once take as many prompts, there are {prompts}"

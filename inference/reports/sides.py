@@ -31,7 +31,7 @@ class Side(NamedTuple):
 
 
 def ours(name: str, target: Target, guesser: Drafter | Proposer | None, policy: TreePolicy | None, *, rule: str, longest: int) -> Side:
-    """The decoder of this package, with a drafter or proposer or (``PLAIN``) without. ``longest``: tokens of a prompt and its answer."""
+    """The decoder of this package, with a drafter or proposer or (``PLAIN``) without. ``longest``: most tokens of prompt and answer."""
     decoder = Decoder(target, guesser, policy, rule=rule, max_length=longest)
 
     def decode(prompts: Prompts, how: Sequence[SamplingParams], new_tokens: int, sequences: int) -> tuple[Sequence[Generation], float]:

@@ -1,7 +1,7 @@
 """The styles and the script of pages: light or dark as the reader's system is, plain on paper.
 
-Colours are those of the pictures (pictures.py): temperature 0 is blue and a circle, 1 is amber and a diamond; both can be told apart by
-eyes that see no difference of red and green, and where something is said by a colour, its shape says it too.
+Colors are those of the pictures (pictures.py): temperature 0 is a blue circle, temperature 1 an amber diamond. Color-blind readers can tell
+them apart, and no information is in a color alone: shapes show it too.
 """
 
 STYLE = """
@@ -93,7 +93,8 @@ footer { padding: 1rem 1.25rem 3rem; color: var(--soft); font-size: .875rem; }
   h2 { break-after: avoid; } .scroll { overflow: visible; } header, main, footer { max-width: none; padding: 0; } }
 """
 
-# What was guessed in a round, said in the line below a text: of the round under the pointer, or by the arrow keys. Prints open all.
+# The line below a text tells what was guessed in one round: the one under the pointer, or the one chosen with the arrow keys. Before
+# printing, all folded parts are opened.
 SCRIPT = """
 "use strict";
 for (const text of document.querySelectorAll(".text")) {

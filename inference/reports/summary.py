@@ -8,7 +8,7 @@ from itertools import accumulate
 from headstart.inference.reports.figures import too_much
 from headstart.inference.reports.report import Report, shape_of
 
-LARGE = 20  # guesses in the time of a plain round
+LARGE = 20  # guesses that a drafter makes in the time of a plain round, for a target much larger than its drafter
 
 
 def _slower(report: Report, temperature: int) -> str:
@@ -35,12 +35,14 @@ def _not_drafted(report: Report, temperature: int) -> str:
 
 
 def _elsewhere(acceptance_by_depth: Sequence[float]) -> float:
-    """The speed-up of the best chain on such a target: tau / (1 + levels / LARGE)."""
+    """The speed-up of the best chain if a plain round costs as much as ``LARGE`` guesses: tau / (1 + levels / LARGE)."""
     return max(tau / (1 + depth / LARGE) for depth, tau in enumerate(accumulate(acceptance_by_depth, initial=1.0)))
 
 
 def _shared(report: Report, temperature: int) -> str:
-    """A sentence on how many sequences at once drafting gains with, by the low ends of the intervals; empty for fewer than two numbers."""
+    """A sentence on the numbers of sequences at once with which drafting gains, by the low ends of the intervals; empty for fewer than two
+    numbers.
+    """
     rows = [row for row in report.get("batches", []) if row["temperature"] == temperature]
     gains = {row["sequences"]: (row.get("intervals", {}).get("speedup") or [row["speedup"]])[0] > 1 for row in rows}
     if len(gains) < 2:

@@ -20,7 +20,7 @@ from headstart.inference.decoding.rounds import Kind
 from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.target import Target
 
-TIMED = {"cpu": (3, 4.0, 1), "cuda": (1, 0.0, 10)}  # least passes over all trees (the fastest counts), least seconds; calls in a row
+TIMED = {"cpu": (3, 4.0, 1), "cuda": (1, 0.0, 10)}  # at least: passes over all trees (the fastest counts), seconds; calls in a row
 
 now = time.perf_counter
 Trees = Sequence[TreePolicy]

@@ -27,8 +27,8 @@ REPLAYS = 2  # of a text above temperature 0; the expected number of rounds is t
 
 
 class Truth:
-    """Collects expected and decoded lengths. ``drafter``: the one that the expectation is computed with: the drafter that decoded the
-    texts, or the same before it was exported.
+    """Collects expected and decoded lengths. ``drafter`` computes the expected ones: it is the drafter that decoded the texts, or the same
+    drafter before it was exported.
     """
 
     def __init__(self, target: Target, drafter: Drafter) -> None:
@@ -41,8 +41,9 @@ class Truth:
         self, kind: str, shape: TreePolicy, prompt: Sequence[int], made: Generation, sampling: SamplingParams, new_tokens: int,
         decoded_by: Drafter | None = None,
     ) -> None:  # fmt: skip
-        """Add a text that was decoded with this shape. Skipped are texts without an expectation: with a repetition penalty, those above
-        temperature 0 and of chains; those of an auto policy whose rounds were not timed. ``decoded_by``: if not by ``drafter``.
+        """Add a text that was decoded with this shape. Texts for which nothing can be expected are skipped: under a repetition penalty,
+        those above temperature 0 and those of chains; always, those of an auto policy whose rounds were not timed. ``decoded_by``: the
+        drafter that decoded it, if not ``drafter``.
         """
         sampled = sampling.temperature > 0
         auto = shape.kind != "auto" or found_of(self.target, decoded_by or self.drafter, shape, sampling) is not None

@@ -71,8 +71,8 @@ def choose(taus: Figures, costs: Figures) -> TreePolicy | None:
 
 
 def in_the_running(taus: Figures, costs: Figures) -> list[TreePolicy]:
-    """The trees that may be the best for more sequences. More sequences make nodes dearer, so a tree that is slow and not smaller than the
-    best one is dropped.
+    """The trees that may be the best for more sequences. Nodes cost more with more sequences, so a tree that is much slower than the best
+    one and not smaller is dropped.
 
     For each number of nodes the tree that is cheapest to draft stays, because the surface is measured with these.
     """
@@ -100,7 +100,9 @@ def all_trees(drafter: Drafter, shares: Sequence[Sequence[float]]) -> list[TreeP
 
 
 def fixed(shares: Sequence[Sequence[float]], nodes: int) -> TreePolicy:
-    """The fixed tree of the paths that are most often right by ``shares`` [depth][rank], taken to be independent (2401.10774)."""
+    """The fixed tree of the ``nodes`` paths that are most often right. The guesses of a path are taken to be right independently of each
+    other, each by ``shares`` [depth][rank] (Medusa, 2401.10774).
+    """
 
     def right(path: tuple[int, ...]) -> float:
         return prod(shares[depth][rank] for depth, rank in enumerate(path))
@@ -180,7 +182,7 @@ def tune(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], *, 
     if not runs:
         raise UserError("the target ends all of the first prompts with its first token: give others")
     taus, costs = figures(runs)
-    if target.device.type == "cpu":  # only on a CPU does it save time that a tree stops where the drafter is in doubt
+    if target.device.type == "cpu":  # stopping a tree where the drafter is in doubt saves time only there
         shapes = [replace(t, kind="dynamic") if t.kind == "chain" else t for t in best(taus, costs[ALONE], 3)]
         look(decoder, [replace(t, least=p) for t in shapes for p in LEAST], prompts[:few], new_tokens, runs, "where to stop")
         taus, costs = figures(runs)
@@ -219,8 +221,8 @@ def tune(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], *, 
 
 
 def plans_of(taus: Figures, costs: Mapping[int, Figures], depths: Mapping[TreePolicy, list[float]]) -> dict[int, dict[str, Any]]:
-    """For each number of sequences the best tree, with its figures (tree None: no drafting). More sequences make nodes dearer, so where
-    fewer sequences gain nothing, a gain of more is taken for noise.
+    """For each number of sequences the best tree, with its figures (tree None: no drafting). Nodes cost more with more sequences: where
+    drafting gains nothing with fewer sequences, a gain with more is taken for noise.
     """
     plans: dict[int, dict[str, Any]] = {}
     tree: TreePolicy | None = None

@@ -29,7 +29,7 @@ from headstart.inference.reports.tune import all_trees, plans_of, shares_of
 
 
 class Cost(NamedTuple):
-    """The cost of a round of so many sequences, over a plain one."""
+    """The cost of a round over that of a plain one, for one number of sequences."""
 
     verify: dict[int, float]  # v(n), by the number of nodes
     level: float  # c

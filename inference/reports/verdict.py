@@ -1,4 +1,4 @@
-"""The conclusions of a comparison of drafters in sentences, from its rows (compare.figures) alone: the fastest, and the best for whom."""
+"""The conclusions of a comparison in sentences, from its rows (compare.figures) alone: the fastest drafter, and which is best for whom."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def gain(row: Row, key: str) -> str:
 
 def level(rows: Sequence[Row], first: Row, key: str) -> list[str]:
     """The names of the rows that these prompts do not tell apart from ``first``: their intervals (or figures, where they have none) reach
-    into its interval. None where it has no interval.
+    into its interval. Empty if it has no interval.
     """
     low, _ = first.get(f"{key}_interval") or (inf, inf)
     others = (row for row in rows if row is not first and row.get(key) is not None)
@@ -40,8 +40,8 @@ def level(rows: Sequence[Row], first: Row, key: str) -> list[str]:
 
 
 def as_served(row: Row) -> Row:
-    """The row with the speed-ups that decide in the place of the tree's: those of decode=auto, where they were measured. Where it leaves
-    guessing out, it is plain decoding: 1, for what the clock made of that is the spread of the machine.
+    """The row with decode=auto's speed-ups in the place of the tree's, where they were measured: these decide. Where decode=auto leaves
+    guessing out, it is plain decoding, so its speed-up is 1; any other value that was measured is noise of the machine.
     """
     served = dict(row)
     for key, length in (("speedup", "t0_auto"), ("t1_speedup", "t1_auto")):
@@ -52,7 +52,9 @@ def as_served(row: Row) -> Row:
 
 
 def plain_at(tokens_per_pass: float | None) -> bool:
-    """Whether so many tokens for each pass of the target are plain decoding: no round takes less time than a plain one."""
+    """Whether decode=auto with so few tokens for each pass of the target is plain decoding: the number bounds its speed-up, since no round
+    takes less time than a plain one.
+    """
     return tokens_per_pass is not None and tokens_per_pass < MARGIN
 
 

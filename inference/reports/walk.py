@@ -1,10 +1,10 @@
 """Expected accepted length from one teacher-forced pass, by walking as decoding does.
 
-Rounds do not start everywhere: the mean over all roots is biased. So start at the first root, take the round's
-accepted guesses and the target's own token, and go on from where that leads. At temperature 0 a guess is accepted or
-not, and there is one walk. Above it, given the tokens x that were emitted, the token rule (2211.17192) has accepted
-the guess x[i] with probability min(1, q(x[i]) / p(x[i])), independently: of the mass p(x) on emitting x, min(p, q)(x) comes
-from acceptance. Then the walk is a distribution over roots, summed exactly.
+Not every root starts a round, so the mean over all roots is biased. The walk starts at the first root, takes the round's accepted guesses
+and the target's own token, and goes on from the root that it has come to. At temperature 0 the text decides which guesses are accepted, so
+there is one walk. Above temperature 0, given that the tokens x were emitted, the token rule (2211.17192) has accepted the guess x[i] with
+probability min(1, q(x[i]) / p(x[i])), independently of the others: of the mass p(x) on emitting x, min(p, q)(x) comes from acceptance. The
+walk is then a distribution over roots, summed exactly.
 
 Shape suffixes: K depths, B batch, T roots.
 """
@@ -36,7 +36,7 @@ class Walk:
 
 
 def walk(accept_KT: Tensor, first: int, tokens: int) -> Walk:
-    """Rounds of a chain of K guesses over a sequence of ``tokens`` known tokens, from root ``first`` on.
+    """The walk of a chain of K guesses over a sequence of ``tokens`` known tokens, from root ``first`` on.
 
     ``accept_KT[d-1, t]``: probability (or truth) that root t's guess of depth d, x[t+1+d], is accepted once reached.
     The last round is cut where the sequence ends, as decoding cuts it at its limit.
