@@ -63,9 +63,8 @@ def _bound(place: socket.socket, address: tuple[str | int, ...]) -> socket.socke
 
 
 def key_of(setting: str | None) -> str | None:
-    """The key in the environment variable or else in the file that ``setting`` names. Raises UserError where there is none.
-
-    The error does not repeat ``setting``: by mistake it may be the key itself.
+    """The key in the environment variable that ``setting`` names, else in the file of that name; None without a ``setting``. Raises
+    UserError if there is neither, or no valid key in it. The error does not repeat ``setting``: by mistake it may be the key itself.
     """
     if setting is None:
         return None

@@ -1,4 +1,4 @@
-"""Reads the JSON body of an HTTP request: checks it field by field, and makes tokens and settings of it (OpenAI's names and defaults)."""
+"""Reads the JSON body of an HTTP request: checks each field, and turns it into tokens and settings (with OpenAI's names and defaults)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMPLETION_TOKENS = 16  # OpenAI's default; an answer in a chat may fill the con
 MOST_STOPS, LONGEST_STOP = 64, 256
 MOST_CHOICES = 128  # answers to one prompt, as OpenAI
 MOST_ANSWERS = 1024  # answers to all prompts of a request
-MOST_LIKELIEST = 20  # tokens told beside each token of the answer
+MOST_LIKELIEST = 20  # alternatives returned for each token of the answer
 PASSED_ON = ("name", *THOUGHTS)  # texts of a message that the template may read
 HARMLESS = (("type", "text"), ("type", "message"))
 
@@ -34,24 +34,24 @@ class Asked(NamedTuple):
     prompts: list[list[int]]
     n: int
     new_tokens: int
-    min_tokens: int  # before so many tokens neither a stop token nor a stop string ends an answer
-    samplings: list[SamplingParams]  # of each answer: those to the first prompt, those to the second, ...
+    min_tokens: int  # no stop token and no stop string ends an answer within so many tokens
+    samplings: list[SamplingParams]  # one for each answer: first the answers to the first prompt, then those to the second, ...
     stop_ids: list[int]
     stops: list[str]
-    logprobs: int | None  # log-probabilities of so many likeliest tokens are told, beside each token's own; None: none at all
+    logprobs: int | None  # how many likeliest tokens are returned with each token's own log-probability; None: no log-probabilities
     stream: bool
     usage: bool  # whether a stream ends with the counts of tokens, as a whole answer does
-    always: bool  # whether each piece of the stream has them too
-    token_ids: bool  # whether the tokens are told beside the text
-    marks: Marks | None  # of the thoughts that are separated from the answer; None: none are
-    begun: bool  # whether the prompt has begun a thought
-    thoughts: bool  # whether separated thoughts are told
-    echo: bool  # whether the prompt is told before the answer
+    always: bool  # whether each piece of a stream has these counts too
+    token_ids: bool  # whether token ids are returned beside the text
+    marks: Marks | None  # by which thoughts are separated from the answer; None: they are not separated
+    begun: bool  # whether the prompt already opens a thought
+    thoughts: bool  # whether separated thoughts are returned
+    echo: bool  # whether the prompt is returned before the answer
 
 
 def read(raw: bytes, chat: bool, target: Target, name: str, limit: int, rule: str, defaults: Mapping[str, float]) -> Asked:
-    """Read the body of a request. ``limit``: most tokens of a prompt and its answer. ``defaults``: settings of sampling, where it gives
-    none. Raises ``Refused`` naming the field that is wrong.
+    """Read the body of a request. ``limit``: most tokens of a prompt and its answer. ``defaults``: settings of sampling that hold unless
+    the request gives others. Raises ``Refused`` naming the field that is wrong.
     """
     body, what = body_of(raw), "messages" if chat else "prompt"
     check_fields(body, what)
@@ -116,7 +116,7 @@ def choices_of(body: dict[str, Any]) -> int:
 def stream_options_of(body: dict[str, Any]) -> dict[str, Any]:
     """The options of a stream. Raises Refused for one that is not known."""
     options: dict[str, Any] = take(body, "stream_options", dict, {})
-    for field in options.keys() - {"include_usage", "continuous_usage_stats", "include_obfuscation"}:  # the last: padding, needed nowhere
+    for field in options.keys() - {"include_usage", "continuous_usage_stats", "include_obfuscation"}:  # the last: padding, never sent
         if options[field] is not None:
             raise Refused(f"stream_options.{short(field)}: there is no such field here", "stream_options", "unknown_field")
     return options
@@ -140,8 +140,8 @@ def stop_ids_of(body: dict[str, Any], target: Target) -> list[int]:
 
 
 def logprobs_of(body: dict[str, Any], chat: bool) -> int | None:
-    """How many of the likeliest tokens are told beside each token; None: no log-probabilities. A completion's ``logprobs`` is the number; a
-    chat's ``logprobs`` says whether, its ``top_logprobs`` how many. Raises Refused.
+    """The number of likeliest tokens to return for each token; None: no log-probabilities. In a completion ``logprobs`` is that number; in
+    a chat ``logprobs`` is true or false, and ``top_logprobs`` is the number. Raises Refused.
     """
     field = "top_logprobs" if chat else "logprobs"
     if not chat and body.get("top_logprobs") is not None:
@@ -175,8 +175,8 @@ def sampling_of(body: dict[str, Any], rule: str, vocab_size: int, defaults: Mapp
 
 
 def seed_of(given: int | None, choice: int) -> int:
-    """The seed of an answer; ``choice``: its number among those to the same prompt. The first has the given seed, so that it is the same
-    alone and beside others. Without a given seed it is random. Raises Refused.
+    """The seed of an answer; ``choice``: its index among the answers to the same prompt. The first answer has the given seed, so it is the
+    same whatever ``n`` is. Without a given seed, the seed is random. Raises Refused.
     """
     if given is None:
         return secrets.randbits(62)
@@ -186,7 +186,9 @@ def seed_of(given: int | None, choice: int) -> int:
 
 
 def prompts_of(body: dict[str, Any], target: Target, n: int) -> list[list[int]]:
-    """The prompts of a completion as tokens: of a text, a list of tokens, or a list of these; ``n`` answers to each. Raises Refused."""
+    """The prompts of a completion as tokens. The request has one prompt (a text or a list of tokens) or a list of prompts. ``n``: answers
+    to each. Raises Refused.
+    """
     given: Any = body.get("prompt")
     special = take(body, "add_special_tokens", bool, True)
     several = isinstance(given, list) and bool(given) and all(isinstance(prompt, str | list) for prompt in given)
@@ -226,7 +228,7 @@ def messages_of(body: dict[str, Any], target: Target) -> list[int]:
 
 
 def _more(message: Any) -> dict[str, str]:
-    """What a message has beside role and content. Raises Refused for what is not supported."""
+    """The fields of a message other than role and content. Raises Refused for a field that is not supported."""
     found = {}
     for field, value in message.items() if isinstance(message, dict) else ():
         if field in ("role", "content") or not value or (field, value) in HARMLESS:  # clients send an answer back with its empty fields
@@ -241,13 +243,13 @@ def _more(message: Any) -> dict[str, str]:
 
 
 def _with_content(message: Any) -> Any:
-    """An assistant that was cut within a thought has no content."""
+    """The message, with empty content for an assistant's that has none: its answer was cut within a thought."""
     empty = isinstance(message, dict) and message.get("role") == "assistant" and message.get("content") is None
     return message | {"content": ""} if empty else message
 
 
 def _variables(body: dict[str, Any], tokenizer: Any, template: str) -> dict[str, Any]:
-    """What the template is told beside the messages. Raises Refused for what is the server's: the template itself, tokens, tools."""
+    """The template's variables beside the messages. Raises Refused for those that the server sets: the template itself, tokens, tools."""
     found: dict[str, Any] = take(body, "chat_template_kwargs", dict, {})
     own = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map}
     if wrong := sorted(found.keys() & own):

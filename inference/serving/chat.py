@@ -71,7 +71,7 @@ def show(target: Target, decode: Decode, prompt: list[int], most: int, console: 
         console.print(COMMANDS.sub(HALF, text), style=style, end="", markup=False, soft_wrap=True)
 
     def take(tokens: list[int]) -> None:
-        """The last token of a round is the target's own, unless the answer ends before it."""
+        """Write the tokens of a round. The last one is the target's own, unless the answer ends before it."""
         rounds.append(len(tokens))
         for place, token in enumerate(tokens, 1):
             if token not in stop:
@@ -87,7 +87,9 @@ def show(target: Target, decode: Decode, prompt: list[int], most: int, console: 
 
 
 def take_any_character() -> None:
-    """Let no character that the terminal's encoding lacks end the conversation: it is printed as a question mark, or the prompt refused."""
+    """Keep characters outside the terminal's encoding from ending the conversation: printed, they become question marks; a prompt with one
+    is refused.
+    """
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)

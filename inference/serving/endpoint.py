@@ -33,9 +33,9 @@ Pieces = AsyncIterator[tuple[Answer, Piece]]
 
 
 class Endpoint:
-    """``limit``: most tokens of a sequence. ``defaults``: settings of sampling, where a request gives none. ``sequences``: rows of
-    the engine. ``queue``: how many more may wait for a row. ``patience``: seconds that a client has to send a request, and to take each
-    piece of a stream.
+    """The handlers of the routes. ``limit``: most tokens of a sequence. ``defaults``: settings of sampling that hold unless a request gives
+    others. ``sequences``: rows of the engine. ``queue``: how many more may wait for a row. ``patience``: seconds that a client has to
+    send a request, and to take each piece of a stream.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Endpoint:
             self._leave(jobs)
 
     def _check_room(self, answers: int) -> None:
-        """Raises Refused where so many answers more find no place. A request of more answers than there are places may come alone."""
+        """Raises Refused if there is no room for so many more answers. A request for more answers than there are places is taken alone."""
         if self.inside and len(self.inside) + answers > self.most:
             raise Refused("too many requests wait: ask again later", None, "queue_full", 429, {"Retry-After": "1"})
 
@@ -118,7 +118,7 @@ class Endpoint:
                 raise Refused(str(event), code="engine_failed", status=500)
             if isinstance(event, UserError):
                 raise Refused(str(event))
-            if jobs[index].gone:  # a stop string has ended this answer, and its row ran one round more
+            if jobs[index].gone:  # a stop string has ended this answer; its row ran one more round
                 continue
             answer = answers[index]
             piece = answer.take(*event)

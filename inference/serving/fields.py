@@ -1,9 +1,9 @@
 """The fields that the JSON body of a request may have, and the error that names a wrong one.
 
 A field that is null counts as absent. A field that would change the answer and is not supported is refused by its name, unless
-its value means "off"; a field that cannot change the answer is accepted. Beside OpenAI's fields there are some of other engines:
-``top_k``, ``min_p``, ``repetition_penalty``, ``min_tokens``, ``ignore_eos``, ``stop_token_ids``, ``return_token_ids``,
-which asks for the tokens beside the text, and ``separate_reasoning`` and ``include_reasoning``, which say what becomes of thoughts.
+its value means "off"; a field that cannot change the answer is accepted. In addition to OpenAI's fields, some of other engines are known:
+``top_k``, ``min_p``, ``repetition_penalty``, ``min_tokens``, ``ignore_eos`` and ``stop_token_ids``; ``return_token_ids``, which returns the
+tokens with the text; ``separate_reasoning`` (thoughts apart from the answer) and ``include_reasoning`` (whether they are returned).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ONLY = {"messages": {"chat_template_kwargs", "reasoning_effort"}, "prompt": {"ec
 # Fields that do not change the answer: they are about accounts, caches and speed.
 HARMLESS = {"user", "safety_identifier", "metadata", "store", "service_tier", "prediction", "parallel_tool_calls", "request_id", "priority"}
 HARMLESS |= {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_salt"}
-# Fields of OpenAI's and of other engines that would change the answer, and those of their values that do not.
+# Fields of OpenAI's and of other engines that would change the answer -> the values with which they do not.
 OFF: dict[str, tuple[Any, ...]] = {
     "echo": (False,), "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "suffix": ("",),
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
@@ -79,6 +79,6 @@ def take(body: dict[str, Any], field: str, kind: type, default: Any) -> Any:
         return default
     if not isinstance(value, (int, float) if kind is float else kind) or (isinstance(value, bool) and kind is not bool):
         raise Refused(f"{field} must be of type {kind.__name__}, found {short(json.dumps(value))}", field, "wrong_type")
-    if isinstance(value, int | float) and kind is float and not abs(value) <= LARGEST:  # not: NaN, which Python reads in JSON
+    if isinstance(value, int | float) and kind is float and not abs(value) <= LARGEST:  # false for NaN, which Python reads in JSON
         raise Refused(f"{field} must be a number of at most {LARGEST:.0f}", field)
     return value

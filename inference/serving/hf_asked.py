@@ -1,7 +1,7 @@
-"""Reads a call of ``model.generate`` as transformers hands it over: checks it by name, and makes prompts, sampling settings and ends of it.
+"""Reads a call of ``model.generate`` as transformers hands it over, and makes prompts, sampling settings and stopping conditions of it.
 
-A field, a processor or an argument that would change the output and is not supported is refused by the name the user gave it;
-nothing is ignored in silence.
+A field, a processor or an argument that would change the output and is not supported is refused by the user's name for it; none is
+ignored silently.
 
 Shape suffixes: B sequences, T tokens of the padded prompts, X rows, V vocabulary.
 """
@@ -25,15 +25,15 @@ HARMLESS = {"early_stopping", "length_penalty", "low_memory", "renormalize_logit
 HARMLESS |= {"max_cache_len", "compile_config", "disable_compile", "continuous_batching_config", "prefill_chunk_size"}
 HARMLESS |= {"transformers_version", "decoder_start_token_id", "num_assistant_tokens", "num_assistant_tokens_schedule"}
 HARMLESS |= {"assistant_confidence_threshold", "max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind"}
-# Fields for which transformers makes a processor that is a function of one sequence and its scores alone.
+# Fields for which transformers makes a processor that depends on one sequence and its scores alone.
 PROCESSED = {"no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens", "typical_p", "top_h"}
 PROCESSED |= {"forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty"}
 PROCESSED |= {"epsilon_cutoff", "eta_cutoff", "watermarking_config"}
 # Every other field must be unset (None, False) or have the value that means "off".
 OFF = {"num_beams": 1, "num_beam_groups": 1, "diversity_penalty": 0, "penalty_alpha": 0, "guidance_scale": 1}
 OFF |= {"encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0}
-# Processors of transformers that a field of ``SamplingParams`` can replace, in the order in which it applies these fields; with the field,
-# and the attribute of the processor that holds its value.
+# Processors of transformers that a field of ``SamplingParams`` can replace -> (the field, the processor's attribute with its value). They
+# stand in the order in which ``SamplingParams`` applies these fields.
 SETTINGS = {
     "RepetitionPenaltyLogitsProcessor": ("repetition_penalty", "penalty"),
     "MinLengthLogitsProcessor": ("min_tokens", "min_length"),
@@ -93,13 +93,13 @@ class Ends(NamedTuple):
     """Where a sequence ends."""
 
     stop: list[int]  # tokens
-    own: list[Any]  # criteria that are asked at every token: stop strings, time, the user's own
+    own: list[Any]  # criteria to call at every token: stop strings, time, the user's own
     length: int  # most tokens of the padded prompt and the new ones together
     padded: bool  # whether a sequence that has ended is padded while others go on; else it goes on as long as they do
 
 
 def ends_of(criteria: Sequence[Any]) -> Ends:
-    """Split the stopping criteria of transformers into stop tokens, the length limit, and criteria that are asked at every token."""
+    """Split the stopping criteria of transformers into stop tokens, the length limit, and criteria to call at every token."""
     from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
     stop, own, lengths = list[int](), list[Any](), list[int]()
@@ -114,8 +114,8 @@ def ends_of(criteria: Sequence[Any]) -> Ends:
 
 
 def split(processors: Sequence[Any], sampled: bool, stop: list[int], length: int) -> tuple[list[Any], dict[str, Any]]:
-    """Split transformers' list of processors: returns those that must be called as they are, and fields of ``SamplingParams`` that replace
-    the last ones, as many as stand in the order of ``SETTINGS``. ``length``: of the padded prompt.
+    """Split transformers' list of processors. Returns those that must be called as they are, and the fields of ``SamplingParams`` that
+    replace the others: the last ones in the list, as far as they stand in the order of ``SETTINGS``. ``length``: of the padded prompt.
 
     Raises UserError naming the user's argument where a processor cannot be applied.
     """

@@ -12,7 +12,7 @@ from headstart.inference.serving.text import HALF, Reader
 from headstart.inference.serving.thoughts import Splitter
 
 LOWEST = -9999.0  # OpenAI's log-probability of an impossible token: JSON has no infinity
-KEPT = 1 << 16  # tokens whose texts are kept: with log-probabilities, each is needed several times an answer
+KEPT = 1 << 16  # tokens whose texts are cached: with log-probabilities, an answer needs each of them several times
 
 Best = tuple[float, list[tuple[int, float]]]  # the token's log-probability; then the likeliest tokens with theirs
 
@@ -21,9 +21,9 @@ class Piece(NamedTuple):
     """The part by which an answer grew."""
 
     text: str
-    thought: str  # separated from the text; "" where thoughts are not to be told
+    thought: str  # separated from the text; "" if thoughts are not to be returned
     tokens: list[int]  # of both, with the marks between them
-    best: Sequence[Best | None]  # one for each token, where log-probabilities were asked for; None: of a prompt's first token
+    best: Sequence[Best | None]  # one for each token, if log-probabilities were asked for; None for a prompt's first token
 
 
 class Answer:
@@ -35,12 +35,12 @@ class Answer:
         self.reader, self.thinker = Reader(tokenizer, prompt, asked.stops, asked.min_tokens), Reader(tokenizer, prompt)
         self.text, self.thought, self.tokens, self.best = "", "", list[int](), list[Best | None]()
         self.ended, self.begun = "", False
-        self.place, self.offset = Reader(tokenizer, () if asked.echo else prompt), 0  # where a completion's next token begins
-        self.echoed: int | None = None if asked.echo else 0  # tokens of the prompt that are told; None: those that are still to be
+        self.place, self.offset = Reader(tokenizer, () if asked.echo else prompt), 0  # to find where a completion's next token begins
+        self.echoed: int | None = None if asked.echo else 0  # tokens of the prompt that were returned; None: they are still to be returned
 
     def take(self, tokens: list[int], ended: str, best: list[Best], prompt: Sequence[Best] = ()) -> Piece:
-        """Add tokens; returns the piece they make. ``ended``: why no more come, or "". A stop string ends the answer before that, but
-        ends no thought. ``prompt``: the log-probabilities of the prompt's tokens but the first, if they are to be told.
+        """Add tokens; returns the piece they make. ``ended``: why no more tokens come, or "". A stop string can end the answer earlier, but
+        not a thought. ``prompt``: the log-probabilities of the prompt's tokens except the first, if they are to be returned.
         """
         piece = self._grow(tokens, ended, best)
         if self.echoed is None:
@@ -69,7 +69,7 @@ class Answer:
 
     @property
     def said(self) -> int:
-        """The number of its tokens, without those of the prompt."""
+        """The number of the answer's tokens, without those of the prompt."""
         return len(self.tokens) - (self.echoed or 0)
 
     def whole(self) -> dict[str, Any]:
@@ -90,8 +90,8 @@ class Answer:
         return {"index": self.index} | said | shown | {"logprobs": found, "finish_reason": self.ended or None}
 
     def _of_completion(self, piece: Piece) -> dict[str, Any]:
-        """A completion's log-probabilities: parallel lists. ``text_offset`` is where in the text a token begins; parts of a character begin
-        where it does, special tokens, which have no text, where the next one does.
+        """A completion's log-probabilities: parallel lists. ``text_offset`` is where in the text a token begins. A token that is a part of
+        a character begins where the character does; a special token, which has no text, where the next token does.
         """
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, best in zip(piece.tokens, piece.best, strict=True):
@@ -105,7 +105,7 @@ class Answer:
         return found
 
     def _of_chat(self, piece: Piece) -> dict[str, Any]:
-        """A chat's log-probabilities: of the message's tokens, to which a stop token that ends it does not belong."""
+        """A chat's log-probabilities: those of the message's tokens, without a stop token that ends the message."""
         count = len(piece.tokens) - (self.ended == "stop" and not self.reader.stopped)
 
         def entry(token: int, p: float) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def finite(log_probability: float) -> float:
 
 @functools.lru_cache(maxsize=KEPT)
 def text_of_token(tokenizer: Any, token: int) -> str:
-    """The token's text within a longer text: some tokenizers drop a space at the beginning, so it is decoded twice in a row."""
+    """The token's text within a longer text. It is decoded twice in a row, because some tokenizers drop a space at the beginning."""
     once, twice = (tokenizer.decode([token] * n, skip_special_tokens=False, clean_up_tokenization_spaces=False) for n in (1, 2))
     text: str = twice[len(once) :] if twice.startswith(once) and HALF not in once else once
     return text
@@ -152,7 +152,7 @@ def bytes_of(tokenizer: Any, token: int) -> list[int] | None:
 
 
 def name_of_token(tokenizer: Any, token: int) -> str:
-    """The token's text, or, of a token that is a part of a character, its bytes, as OpenAI names it: else many would have one name."""
+    """The token's text. A token that is a part of a character is named by its bytes, as by OpenAI: else many would have the same name."""
     text = text_of_token(tokenizer, token)
     if HALF not in text or (raw := bytes_of(tokenizer, token)) is None:
         return text

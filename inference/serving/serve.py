@@ -42,10 +42,10 @@ def application(
     key: str | None = None,
     defaults: Mapping[str, float] = SAMPLING,
 ) -> web.Application:
-    """The web application of the endpoint. It decodes ``sequences`` at a time of up to ``max_length`` tokens each (None: the target's
+    """The web application of the endpoint. It decodes ``sequences`` at a time, each of up to ``max_length`` tokens (None: the target's
     context), while up to ``queue`` more wait. Bodies have up to ``max_body`` bytes, and must arrive within ``read_timeout`` seconds.
-    ``key``: the API key that clients must send; None: everyone is answered. ``defaults``: settings of sampling, where a request
-    gives none.
+    ``key``: the API key that clients must send; None: everyone is answered. ``defaults``: settings of sampling that hold unless a request
+    gives others.
     """
     longest = min(target.turn or target.shape.max_positions, target.shape.max_positions)  # most tokens of a sequence in the engine
     limit = min(max_length or longest, longest)
@@ -68,8 +68,8 @@ def application(
 
 
 def runner_of(app: web.Application, read_timeout: float = 30.0, grace: float = 30.0) -> web.AppRunner:
-    """The runner of an application. ``read_timeout``: seconds for a request's headers, and between two requests of a connection, as aiohttp
-    has one clock for both. ``grace``: seconds that running requests have to end.
+    """The runner of an application. ``read_timeout``: seconds for a request's headers, and between two requests of a connection: aiohttp
+    has one timeout for both. ``grace``: seconds that running requests get to end.
     """
     clocks: dict[str, Any] = {"keepalive_timeout": read_timeout, "lingering_time": min(read_timeout, 10.0), "shutdown_timeout": grace}
     return web.AppRunner(app, handler_cancellation=True, access_log=None, **clocks)
@@ -115,7 +115,7 @@ def serve(target: Target, drafter: Drafter | None, sockets: Sequence[socket.sock
 
 
 def defaults_of(target: Target) -> dict[str, float]:
-    """The settings of sampling that the model was published with, in its generation_config.json; OpenAI's for those it does not have."""
+    """The settings of sampling in the model's generation_config.json, completed by OpenAI's defaults."""
     own = target.model.generation_config.to_diff_dict()
     return {name: usual if own.get(name) is None else own[name] for name, usual in SAMPLING.items()}
 

@@ -72,8 +72,8 @@ def conversation(row: dict[str, Any]) -> Messages:
 
 
 def with_system(row: dict[str, Any]) -> Any:
-    """The ``messages`` or ``conversations`` of a row, with the text of its ``system`` in front, where LLaMA-Factory's files keep the system
-    prompt. Messages that begin with one of their own are returned as they are.
+    """The ``messages`` or ``conversations`` of a row, with the text of its ``system`` in front: there LLaMA-Factory's files keep the system
+    prompt. Messages that begin with a system message of their own are returned as they are.
     """
     messages, system = row.get("messages") or row.get("conversations"), row.get("system")
     if not (isinstance(system, str) and system.strip() and isinstance(messages, list) and messages):
@@ -84,7 +84,7 @@ def with_system(row: dict[str, Any]) -> Any:
 
 
 def template_of(tokenizer: Any, tools: list[Any] | None = None) -> str:
-    """The tokenizer's chat template; of several the one for a conversation with these ``tools``. Raises ``UserError`` where it has none."""
+    """The tokenizer's chat template; if it has several, the one for these ``tools``. Raises ``UserError`` where it has none."""
     try:
         template: str = tokenizer.get_chat_template(tools=tools)
     except ValueError:
@@ -99,8 +99,8 @@ def render(
     tokenizer: Any, messages: Messages, ask: bool = False, tools: list[Any] | None = None, variables: Mapping[str, Any] | None = None
 ) -> str:
     """The conversation as the template writes it. ``ask`` adds the beginning of an answer, for the target to continue; ``tools``: what the
-    target may call; ``variables``: what the template is told beside that. Raises BadRow where the template refuses the conversation, and
-    for half of a surrogate pair in it.
+    target may call; ``variables``: further variables of the template. Raises BadRow where the template refuses the conversation, and for
+    half of a surrogate pair in it.
     """
     try:
         more = dict(variables or {}) | ({"tools": tools} if tools else {})
@@ -144,7 +144,7 @@ def in_history(tokenizer: Any, messages: Messages, asked: str, answer: str) -> s
 
 def spoken(tokenizer: Any, text: str, tokens: Sequence[int]) -> str:
     """The text of an answer to store: ``text``, or, if special tokens divide the answer into several channels, the text with these special
-    tokens in it. Targets with channels (gpt-oss) separate thoughts from answers so. ``tokens``: the answer's, without a stop token.
+    tokens in it. Targets with channels, such as gpt-oss, so separate thoughts and answer. ``tokens``: the answer's, without a stop token.
     """
     known = tokenizer.added_tokens_decoder
     if not any(token in known and known[token].special for token in tokens):
@@ -191,14 +191,14 @@ class Reader:
         """``prompt``: the tokens before the new ones. ``least``: a stop string that is complete within so many new tokens is no stop."""
         self.tokenizer, self.stops, self.least = tokenizer, stops, least
         self.tokens = list(prompt[-CONTEXT:])
-        self.start, self.clean = 0, len(self.tokens)  # token indices: decoding begins there, between characters; the last place between two
+        self.start, self.clean = 0, len(self.tokens)  # token indices between two characters: where decoding begins; the last such one
         self.given = len(self._decoded().rstrip(HALF))  # characters of the decoded text that were given out
         self.held, self.stopped, self.count = "", False, 0
 
     def push(self, tokens: Sequence[int]) -> str:
         """Add tokens. Returns the text that is certain now and was not before."""
         said = ""
-        # Runs that all end within a character would find no place between two: one at a time, the next place is met.
+        # If every run ended within a character, no end of a character would ever be found: token by token, the next one is.
         alone = self.stops or len(self.tokens) + len(tokens) - self.clean > GARBAGE // 2
         for run in [[token] for token in tokens] if alone else [tokens]:
             self.tokens += run
@@ -228,7 +228,7 @@ class Reader:
             self.start, self.clean = self.clean, len(self.tokens)
             self.given = len(self._decoded())
         elif text == whole and not fresh and len(self.tokens) - self.clean > CONTEXT:
-            del self.tokens[self.clean :]  # special tokens, which have no text: kept, each further token would be decoded with them all
+            del self.tokens[self.clean :]  # special tokens, which have no text: else every further token would be decoded with them
         return fresh
 
     def _before_stop(self, fresh: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # the fields in which endpoints and data sets keep an assistant's thought
 BEGUN = re.compile(r"<think>\s*$")  # the generation prompt of some templates already opens the thought
-# What begins a thought, what ends it, and what an answer may begin with that has no thought.
+# The marks that begin a thought, end it, and (in some vocabularies) begin an answer without a thought.
 MARKS = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
@@ -22,7 +22,9 @@ Marks = tuple[tuple[int, ...], ...]  # the tokens of one row of MARKS
 
 @functools.lru_cache(maxsize=16)
 def marks_of(tokenizer: Any) -> Marks | None:
-    """The marks of this vocabulary: those whose first and last tokens are added tokens, as no text has them by chance; None: no marks."""
+    """The marks of this vocabulary: the first row of ``MARKS`` whose marks begin and end with added tokens, which no text has by chance.
+    None: there is no such row.
+    """
     for row in MARKS:
         found = tuple(tuple(tokenizer(mark, add_special_tokens=False)["input_ids"]) for mark in row)
         if all(ids and {ids[0], ids[-1]} <= tokenizer.added_tokens_decoder.keys() for ids in found):
@@ -31,7 +33,7 @@ def marks_of(tokenizer: Any) -> Marks | None:
 
 
 def begun(tokenizer: Any, marks: Marks, prompt: Sequence[int]) -> bool:
-    """Whether the prompt ends with the mark that begins a thought, and white space: many templates write it."""
+    """Whether the prompt ends with the mark that begins a thought, white space apart: many templates end with it."""
     begin, tail = list(marks[0]), list(prompt[-TAIL:])
     while tail and tail[-len(begin) :] != begin and not tokenizer.decode(tail[-1:]).strip():
         tail.pop()
@@ -39,10 +41,10 @@ def begun(tokenizer: Any, marks: Marks, prompt: Sequence[int]) -> bool:
 
 
 class Splitter:
-    """Divides the tokens of an answer, as they come, into those of a thought at its beginning and those behind it, without the marks.
+    """Divides the tokens of an answer, as they come, into those of a thought at its beginning and those after it, without the marks.
 
-    ``open``: None before the first token, True within the thought, False behind it or without one. ``held``: the last tokens, while they
-    may become a mark.
+    ``open``: None until it is known whether there is a thought, True within the thought, False after it or without one. ``held``: the last
+    tokens, while they may become a mark.
     """
 
     def __init__(self, marks: Marks | None, begun: bool = False) -> None:
@@ -68,7 +70,7 @@ class Splitter:
         return seen, []
 
     def _begin(self, seen: list[int], last: bool) -> list[int]:
-        """What is left of the first tokens without a mark."""
+        """The first tokens without the mark that they begin with, if any; none as long as they may become a mark."""
         assert self.marks is not None
         begin, _, *others = self.marks
         for mark in (begin, *others):

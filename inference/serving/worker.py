@@ -29,7 +29,7 @@ from headstart.inference.decoding.target import Target
 
 log = logging.getLogger(__name__)
 
-PIECE = 256  # tokens of a prompt that are scored between two rounds, at most: each takes a row as wide as the vocabulary
+PIECE = 256  # most tokens of a prompt that are scored between two rounds: the logits of each are as many as the vocabulary
 
 
 class EngineFailed(Exception):
@@ -50,12 +50,12 @@ Event = Said | EngineFailed | UserError
 
 @torch.inference_mode()
 def scores_of(target: Target, prompt: Sequence[int], likely: int) -> Iterator[list[Any]]:
-    """An entry as in ``Row.logprobs`` for each token of a prompt but the first, which nothing comes before; as many at a time as a pass
-    reads.
+    """Yield an entry as in ``Row.logprobs`` for each token of a prompt except the first, which nothing precedes: a list for each pass.
+    ``likely``: the number of likeliest tokens in an entry.
     """
     tokens_T, context = torch.tensor(prompt, device=target.device), Context(target, (), len(prompt))
     for read_R, next_R in zip(tokens_T[:-1].split(PIECE), tokens_T[1:].split(PIECE), strict=True):
-        if len(read_R):  # not of a prompt of one token
+        if len(read_R):  # a prompt of one token has none to score
             _, final = context.read(read_R)
             context.keep(len(read_R))
             yield [told_of(each, likely) for each in likeliest(target.logits(final), next_R[None], 1 + likely)[0].tolist()]
@@ -65,8 +65,8 @@ def scores_of(target: Target, prompt: Sequence[int], likely: int) -> Iterator[li
 class Job:
     """A sequence to be generated. ``tell`` is called from the worker's thread and must not block; set ``gone`` when nobody listens anymore.
 
-    ``name``: of the request, for the log. ``logprobs``: the log-probabilities of so many likeliest tokens are told beside each token's
-    own; None: no log-probabilities. ``scored``: those of the prompt's tokens too.
+    ``name``: of the request, for the log. ``logprobs``: the number of likeliest tokens whose log-probabilities are reported with each
+    token's own; None: no log-probabilities. ``scored``: the prompt's tokens have log-probabilities too.
     """
 
     prompt: list[int]
@@ -79,9 +79,9 @@ class Job:
     scored: bool = False
     gone: bool = False
     said: list[int] = field(default_factory=list)  # all new tokens, including those from before the engine failed
-    scores: list[Any] = field(default_factory=list)  # of the prompt, until they are told
+    scores: list[Any] = field(default_factory=list)  # of the prompt's tokens, until they are reported
     row: Row = field(default_factory=Row)
-    told: int = 0  # tokens of the row that were told
+    told: int = 0  # tokens of the row that were reported
     counted: int = 0  # rounds of the row that were counted
 
 
@@ -162,8 +162,8 @@ class Worker:
             self.scoring.appendleft((job, pieces))
 
     def _enter(self, job: Job) -> None:
-        """Give a job a row of the engine. After an engine failed, the job goes on behind the tokens it had told: greedily with the tokens
-        it would have had, sampled perhaps with others.
+        """Give a job a row of the engine. After an engine failed, the job goes on after the tokens that it has reported. A greedy job gets
+        the tokens that it would have had anyway; a sampled one may get others.
         """
         said = len(job.said)
         if not job.new_tokens:
