@@ -101,7 +101,7 @@ def all_trees(drafter: Drafter, shares: Sequence[Sequence[float]]) -> list[TreeP
 
 def fixed(shares: Sequence[Sequence[float]], nodes: int) -> TreePolicy:
     """The fixed tree of the ``nodes`` paths that are most often right. The guesses of a path are taken to be right independently of each
-    other, each by ``shares`` [depth][rank] (Medusa, 2401.10774).
+    other, each by ``shares`` [depth][rank] (2401.10774).
     """
 
     def right(path: tuple[int, ...]) -> float:
