@@ -210,7 +210,9 @@ def check_head(head: Settings) -> Any:
 
 
 def _plain(config: DictConfig) -> Settings:
-    """The resolved configuration as a dictionary. A shorthand of the first level (``path``) may be missing where nothing needs it."""
+    """The resolved configuration as a dictionary. Top-level settings without a value (the shorthand ``path``) are left out; for others
+    OmegaConf raises an error.
+    """
     with open_dict(config):
         for key in [k for k in config if OmegaConf.is_missing(config, k)]:
             del config[key]

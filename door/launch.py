@@ -1,4 +1,4 @@
-"""Starts a run of several processes on this machine: the same command in each, with torchrun's variables and without its noise.
+"""Starts a run of several processes on this machine: the same command in each, with torchrun's variables but not its log output.
 
 Each process is in a session of its own, so that a signal to the launcher (Ctrl-C, SIGTERM, a terminal that is closed) reaches it once,
 from the launcher. An error is printed once, however many processes report it.

@@ -47,7 +47,7 @@ def not_taken(config_name: str) -> dict[str, str]:
 
 
 def comments(path: Path, package: str) -> dict[str, str]:
-    """Dotted key -> the comment behind it and in the lines above it, in this YAML and in those of its defaults list."""
+    """Dotted key -> its comments, above it and on its line, in this YAML and in those of its defaults list."""
     source = path.read_text()
     package = "" if "# @package _global_" in source else package
     found: dict[str, str] = {}
@@ -119,7 +119,7 @@ def _columns(left: str, right: str) -> str:
 
 
 def _settings(config: DictConfig, said: Collection[str], groups: Collection[str], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield dotted keys and values. A small dictionary is one line; a large one a line for each key, under its own if it has a comment."""
+    """Yield dotted keys and values. A large dictionary gives a pair for each of its keys, and first one for itself if it has a comment."""
     for key in map(str, config):
         name, shown = prefix + key, _shown(config, key)
         if OmegaConf.is_dict(config._get_node(key)) and (shown == "???" or len(shown) > ONE_LINE or name in groups):

@@ -1,6 +1,6 @@
 """Charts as inline SVG: lines with names at their ends, and points with names beside them. Sizes are in pixels, for a phone's width.
 
-Colours and fonts are the page's (style.py): a chart says what a thing is by its class (``t0``, ``t1``, ``plain``), not how it looks.
+Colors and fonts are the page's (style.py): a chart gives things a class (``t0``, ``t1``, ``plain``), and the style says how they look.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WIDTH, HEIGHT = 420, 258
 LEFT, RIGHT, TOP, BOTTOM = 40, 92, 26, 40  # margins for: ticks, names of lines, the label of y, the label of x
 LETTER, LINE = 6.7, 15  # of 12 pixel text: a letter's mean width, a line's height
 KINDS = ((0, "t0", "circle"), (1, "t1", "diamond"))  # temperature, its CSS class, its mark
-MOST = 160  # points of a line: where there are more, the means of neighbours are drawn
+MOST = 160  # points of a line: where there are more, the means of neighbors are drawn
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def path(points: Iterable[Point]) -> str:
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """The points; where there are more than ``MOST``, the means of neighbours."""
+    """The points; where there are more than ``MOST``, the means of neighbors."""
     each = ceil(len(points) / MOST)
     if each <= 1:
         return list(points)

@@ -15,7 +15,7 @@ from headstart.inference.reports.report import Report, Round, Text
 
 MOST = 9000  # tokens on a page, for its size
 CONTEXT = 160  # letters of the prompt before a text
-OTHERS = 4  # guesses told beside the best one
+OTHERS = 4  # rejected guesses that are named after the best one
 LEGEND = Markup("""<ul class="legend"><li><b>shaded</b>: drafted and accepted, the darker the surer the drafter was</li>
 <li><del>struck out</del>: drafted and rejected</li><li><u>underlined</u>: the target's own token</li></ul>""")
 
@@ -109,7 +109,7 @@ def shown(token: int, report: Report) -> str:
 
 
 def told(number: int, r: Round, report: Report, probability: float | None) -> str:
-    """A round in words. ``probability``: the target's, of its own token."""
+    """A round in words. ``probability``: that which the target gave to its own token."""
 
     def name(token: int, sure: float | None = None) -> str:
         text = "".join({" ": "␣", "\n": "↵", "\t": "⇥", "\r": "␍"}.get(c, c) for c in report.spelt([token]))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import isfinite, sqrt
 from typing import Any
 
-ENOUGH = 16  # texts: with so many, the spread of their differences is used as it was measured
+ENOUGH = 16  # texts: from this number on, the spread of their differences is used as it was measured
 APART, SIGMAS = 0.02, 3.0  # the lengths are apart if they differ by more than this share and by more than so many standard errors
 
 

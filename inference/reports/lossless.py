@@ -23,7 +23,7 @@ from headstart.inference.decoding.row import in_common
 from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.target import Target
 
-WIDTHS = (1, 2, 4, 8, 16)  # rows of a pass behind cached ones, as in plain decoding (1) and in verifying trees
+WIDTHS = (1, 2, 4, 8, 16)  # rows of a pass that follow cached rows, as in plain decoding (1) and in verifying trees
 EXACT = (torch.float32, torch.float64)
 
 
@@ -71,7 +71,7 @@ def _compared(
 
 
 def _likeliest(target: Target, prompt: Sequence[int], text: Sequence[int], at: int, penalty: float) -> list[int]:
-    """The target's likeliest token in the place of each token of ``text`` from index ``at`` on, and of the next one; from one pass."""
+    """The target's likeliest token at each index of ``text`` from ``at`` on, and at the one after its last token; from one pass."""
     tokens_1T = torch.tensor([[*prompt, *text]], device=target.device)
     _, final_1TD = target.read(tokens_1T, torch.arange(tokens_1T.shape[1], device=target.device)[None], ())
     found = []

@@ -1,6 +1,6 @@
 """The frame of report.html and comparison.html: one file that needs no other, for screens, keyboards, screen readers and paper.
 
-Everything is put together by ``Markup.format``, which escapes what it is given: no text of a file is ever part of the page's own."""
+Everything is put together by ``Markup.format``, which escapes what it is given: no text from a file can become markup of the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""report.png and comparison.png, legible on a page 800 pixels wide, for colour-blind readers, and printed without colours.
+"""report.png and comparison.png, legible on a page 800 pixels wide, to color-blind readers, and when printed without colors.
 
 Temperature 0 is a dark blue circle, 1 a light orange diamond: they differ in shade and shape too. Labels stand beside the drawing, never
 over it.

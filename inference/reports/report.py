@@ -209,7 +209,7 @@ class Report(Keyed):
 
 
 def frozen(value: Any) -> Any:
-    """A JSON value with tuples in the place of lists, and read-only mappings in the place of dictionaries."""
+    """A JSON value with its lists turned into tuples, and its dictionaries into read-only mappings."""
     if isinstance(value, dict | MappingProxyType):
         return MappingProxyType({k: frozen(v) for k, v in value.items()})
     return tuple(map(frozen, value)) if isinstance(value, list | tuple) else value

@@ -51,7 +51,7 @@ class Results:
             put_text(self.path, json.dumps({"version": VERSION, "settings": settings}) + "\n")
 
     def _whole(self) -> bool:
-        """Cut the file behind its last complete line. Returns whether there is one. Raises UserError where the file cannot be changed."""
+        """Cut the file after its last complete line. Returns whether there is one. Raises UserError where the file cannot be changed."""
         try:
             with self.path.open("r+b") as file:
                 data = file.read()

@@ -2,7 +2,7 @@
 
 The speed-up over plain decoding is tau / (v(n, B) + K c + o): tau is the number of tokens a round emits, v the verification of n nodes,
 c a level of drafting, o the rest; v, c and o are multiples of a plain round of B sequences. tau is counted by greedy decoding of given
-prompts. Whole rounds are timed for every tree, and nothing is modelled: for one sequence while it is decoded alone, prompt by prompt
+prompts. Whole rounds are timed for every tree, and nothing is modeled: for one sequence while it is decoded alone, prompt by prompt
 beside plain decoding; for B sequences by calling the engine's two functions, draft and verify. All trees are tried on a few prompts, and
 those that come near the best at some B on all prompts. Fixed trees are made from how often the guesses of each rank are right. The
 chosen trees are written to ``decode.json`` in the speculator folder.

@@ -40,8 +40,8 @@ def level(rows: Sequence[Row], first: Row, key: str) -> list[str]:
 
 
 def as_served(row: Row) -> Row:
-    """The row with decode=auto's speed-ups in the place of the tree's, where they were measured: these decide. Where decode=auto leaves
-    guessing out, it is plain decoding, so its speed-up is 1; any other value that was measured is noise of the machine.
+    """The row, with decode=auto's speed-ups instead of the tree's if they were measured: drafters are ranked by these. Where decode=auto
+    leaves guessing out, it is plain decoding, so its speed-up is set to 1: a measured one would differ from 1 by noise alone.
     """
     served = dict(row)
     for key, length in (("speedup", "t0_auto"), ("t1_speedup", "t1_auto")):

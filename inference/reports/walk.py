@@ -1,7 +1,7 @@
 """Expected accepted length from one teacher-forced pass, by walking as decoding does.
 
 Not every root starts a round, so the mean over all roots is biased. The walk starts at the first root, takes the round's accepted guesses
-and the target's own token, and goes on from the root that it has come to. At temperature 0 the text decides which guesses are accepted, so
+and the target's own token, and goes on from the root that they lead to. At temperature 0 the text decides which guesses are accepted, so
 there is one walk. Above temperature 0, given that the tokens x were emitted, the token rule (2211.17192) has accepted the guess x[i] with
 probability min(1, q(x[i]) / p(x[i])), independently of the others: of the mass p(x) on emitting x, min(p, q)(x) comes from acceptance. The
 walk is then a distribution over roots, summed exactly.
@@ -69,7 +69,7 @@ def walk(accept_KT: Tensor, first: int, tokens: int) -> Walk:
 def walk_rows(accept_KBT: Tensor, valid_BT: Tensor) -> Walk:
     """The walks over every run of valid roots (those whose guess of depth 1 is supervised) of packed rows, summed."""
     result = Walk(reached=[0.0] * accept_KBT.shape[0])
-    edges = F.pad(valid_BT.int(), (1, 1)).diff()  # 1 where a run starts, -1 behind its end
+    edges = F.pad(valid_BT.int(), (1, 1)).diff()  # 1 where a run starts, -1 right after its end
     for b, row in enumerate(edges.tolist()):
         starts, stops = [i for i, x in enumerate(row) if x == 1], [i for i, x in enumerate(row) if x == -1]
         for start, stop in zip(starts, stops, strict=True):  # the last root's guess is x[stop + 1]

@@ -87,7 +87,7 @@ class Endpoint:
             self._leave(jobs)
 
     def _check_room(self, answers: int) -> None:
-        """Raises Refused if there is no room for so many more answers. A request for more answers than there are places is taken alone."""
+        """Raises Refused if there is no room for so many more answers. A request too large for all places is taken if it comes alone."""
         if self.inside and len(self.inside) + answers > self.most:
             raise Refused("too many requests wait: ask again later", None, "queue_full", 429, {"Retry-After": "1"})
 

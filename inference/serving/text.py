@@ -15,7 +15,7 @@ ROLES |= {"developer": "system"}  # OpenAI's newer name
 SHARED = ROLES | dict.fromkeys(("chatgpt", "bing", "bard"), "assistant")  # in ShareGPT's files
 HALF = "\ufffd"  # what tokenizers write for a character whose bytes are not all there
 CONTEXT = 5  # tokens of the prompt decoded before the first new ones: some tokenizers drop the white space a text begins with
-GARBAGE = 64  # after so many tokens without a whole character, none is expected any more
+GARBAGE = 64  # tokens without a whole character, after which none is expected any more
 
 Messages = list[dict[str, Any]]  # role and content; in messages that call tools, tool_calls too
 
@@ -144,7 +144,7 @@ def in_history(tokenizer: Any, messages: Messages, asked: str, answer: str) -> s
 
 def spoken(tokenizer: Any, text: str, tokens: Sequence[int]) -> str:
     """The text of an answer to store: ``text``, or, if special tokens divide the answer into several channels, the text with these special
-    tokens in it. Targets with channels, such as gpt-oss, so separate thoughts and answer. ``tokens``: the answer's, without a stop token.
+    tokens in it. Targets with channels (gpt-oss) separate thoughts from answers this way. ``tokens``: the answer's, without a stop token.
     """
     known = tokenizer.added_tokens_decoder
     if not any(token in known and known[token].special for token in tokens):
@@ -188,7 +188,7 @@ class Reader:
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int] = (), stops: Sequence[str] = (), least: int = 0) -> None:
-        """``prompt``: the tokens before the new ones. ``least``: a stop string that is complete within so many new tokens is no stop."""
+        """``prompt``: the tokens before the new ones. ``least``: a stop string completed within so many new tokens is ignored."""
         self.tokenizer, self.stops, self.least = tokenizer, stops, least
         self.tokens = list(prompt[-CONTEXT:])
         self.start, self.clean = 0, len(self.tokens)  # token indices between two characters: where decoding begins; the last such one

@@ -29,7 +29,7 @@ from headstart.inference.decoding.target import Target
 
 log = logging.getLogger(__name__)
 
-PIECE = 256  # most tokens of a prompt that are scored between two rounds: the logits of each are as many as the vocabulary
+PIECE = 256  # most tokens of a prompt that are scored between two rounds: each has a logit for every token of the vocabulary
 
 
 class EngineFailed(Exception):
@@ -42,7 +42,7 @@ class Said(NamedTuple):
     tokens: list[int]
     ended: str  # why the job has ended; "" while more tokens come
     logprobs: list[Any]  # one entry of ``Row.logprobs`` for each token, where the job asked for them
-    prompt: Sequence[Any] = ()  # the same for the prompt's tokens but the first, once, where the job asked for them
+    prompt: Sequence[Any] = ()  # the same for the prompt's tokens except the first, in one event, where the job asked for them
 
 
 Event = Said | EngineFailed | UserError
@@ -162,8 +162,8 @@ class Worker:
             self.scoring.appendleft((job, pieces))
 
     def _enter(self, job: Job) -> None:
-        """Give a job a row of the engine. After an engine failed, the job goes on after the tokens that it has reported. A greedy job gets
-        the tokens that it would have had anyway; a sampled one may get others.
+        """Give a job a row of the engine. After an engine failed, the job continues behind the tokens that it has reported. A greedy job
+        gets the tokens that it would have had anyway; a sampled one may get others.
         """
         said = len(job.said)
         if not job.new_tokens:
