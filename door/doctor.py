@@ -19,7 +19,7 @@ from headstart.heads.errors import UserError
 from headstart.heads.files import put_text
 
 GIB = 1 << 30
-LOW_DISK, LOW_SHARED = 10 * GIB, 1 * GIB  # bytes: of a small run with its checkpoints; of what data loaders and NCCL share
+LOW_DISK, LOW_SHARED = 10 * GIB, 1 * GIB  # bytes: what a small run and its checkpoints need; what data loaders and NCCL share
 FILES = 1024  # open files that a run with many shards may need
 
 

@@ -198,7 +198,7 @@ class Trainer(Group):
     @model_validator(mode="after")
     def _patience_has_something_to_judge(self) -> Trainer:
         if self.epochs is None and (why := too_much(self.patience, self.steps, self.decode_every, self.eval_every)):
-            raise ValueError(why)  # with epochs, trainers/prepare.py checks this once it knows their steps
+            raise ValueError(why)  # with epochs, trainers/prepare.py checks this once the steps are known
         return self
 
 

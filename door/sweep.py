@@ -29,8 +29,8 @@ from headstart.door.values import CONF, choices
 from headstart.heads.override import typed
 
 NAMED = ("head", "target", "data", "experiment")  # what a folder's name begins with
-# Settings that do not make a run another one (as in trainers/resume.py), so its folder is not named after them: where the run is, how it
-# is watched, kept and reported, how its data are read, and what changes nothing but rounding.
+# Settings that do not change what a run makes (as in trainers/resume.py), so its folder is not named after them: where the run is, how it
+# is watched, kept and reported, how its data are read, and what changes rounding alone.
 WATCHED = (
     "out", "out_fallback", "out_wait", "arms", "decode", "export", "report", "tracker", "target.device",
     *(f"trainer.{key}" for key in ("save_every", "keep", "background", "eval_every", "resume", "skips", "spike", "timeout", "profile")),

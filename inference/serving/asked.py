@@ -34,7 +34,7 @@ class Asked(NamedTuple):
     prompts: list[list[int]]
     n: int
     new_tokens: int
-    min_tokens: int  # no stop token and no stop string ends an answer within so many tokens
+    min_tokens: int  # no stop token and no stop string ends an answer within this many tokens
     samplings: list[SamplingParams]  # one for each answer: first the answers to the first prompt, then those to the second, ...
     stop_ids: list[int]
     stops: list[str]

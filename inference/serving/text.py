@@ -188,7 +188,7 @@ class Reader:
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int] = (), stops: Sequence[str] = (), least: int = 0) -> None:
-        """``prompt``: the tokens before the new ones. ``least``: a stop string completed within so many new tokens is ignored."""
+        """``prompt``: the tokens before the new ones. ``least``: a stop string completed within this many new tokens is ignored."""
         self.tokenizer, self.stops, self.least = tokenizer, stops, least
         self.tokens = list(prompt[-CONTEXT:])
         self.start, self.clean = 0, len(self.tokens)  # token indices between two characters: where decoding begins; the last such one
