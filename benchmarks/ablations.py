@@ -1,9 +1,9 @@
-"""What each choice of the default run is worth: EAGLE on the tiny target, one thing changed at a time, equal data and steps.
+"""What each setting of the default run gains: EAGLE on the tiny target, one setting changed at a time, with equal data and steps.
 
     python benchmarks/ablations.py            # about 20 minutes on two CPU cores; writes benchmarks/results/ablations.json and .md
     python benchmarks/ablations.py --quick    # a minute: does it run?
 
-All are decoded with the same tree, so that accepted lengths compare drafters, not what they cost on this machine.
+All are decoded with the same tree, so that accepted lengths do not depend on costs on this machine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ KEPT = ("commit", "device", "prompts", "tree", "train_steps", "train_tokens", "t
 
 
 def run(name: str, overrides: list[str], runs: Path, quick: bool) -> dict[str, Any]:
-    """What is kept of the report of one run, in a folder of this name; a finished one is not trained again."""
+    """Train one run in a folder of this name, unless it is finished. Returns the figures of its report that are kept."""
     out = runs.resolve() / f"{name}{'-quick' if quick else ''}"
     overrides = [*overrides, *(["experiment=smoke"] if quick else [])]
     print("$ python train.py", *overrides, f"out={out}", flush=True)

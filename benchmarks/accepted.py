@@ -1,30 +1,31 @@
-"""How many tokens are accepted when EAGLE-3 is trained here, and by another library: the same batches and steps, one decoder.
+"""Accepted lengths of EAGLE-3 trained here and by another library, on the same batches and steps, with one decoder for both.
 
     python benchmarks/accepted.py --peer PYTHON     # adds ``accepted...`` to benchmarks/results/train_step.json; some minutes a row
     python benchmarks/accepted.py --peer PYTHON --steps 3000 --prompts 64 --out benchmarks/results/accepted_3000.json
-        # with --device cuda --train it trains there alone; the same call with --work, on another machine, judges what it brought back
+        # with --device cuda --train it only trains; the same call with --work, on another machine, then judges the folders
 
-PYTHON: that of an environment with speculators 0.9.0 (as for train_step.py). Target, data and steps are those of `python train.py`:
-``tiny`` and its first 350 batches of 2,048 tokens, fp32, on their side from captured states. Every drafter has one layer of the same
-sizes, the same taps, and starts with the target's output head. Our decoder decodes with it: decode=dynamic, the prompts of the report.
+PYTHON: the Python of an environment with speculators 0.9.0 (as for train_step.py). Target, data and steps are those of
+`python train.py`: ``tiny`` and its first 350 batches of 2,048 tokens, fp32; speculators reads captured states. Every drafter has one
+layer of the same sizes and the same taps, and starts with the target's output head. Our decoder decodes with all of them:
+decode=dynamic, the prompts of the report.
 
-- ``headstart``: the default recipe (conf/trainer/default.yaml); its rate, half of it, and twice
-- ``speculators``: its own model, loss and trainer as its command sets them: Muon and AdamW at one rate (1e-3 by default) that falls
-  linearly from the third step on, weight decay, all depths of equal weight, an output head that stays the target's; at higher rates than
-  its default, too. ``norms``: "theirs" is what it takes by default, one norm of all tapped states and the residual behind a norm
-  (``head.norm_before_fc``, ``head.norm_before_residual``); "ours" are the switches of EAGLE-3.1, which it has as well
-- ``speculators, our optimiser``: the same with our rates, schedule and betas, without weight decay; model, loss and the frozen head stay
+- ``headstart``: the default recipe (conf/trainer/default.yaml), at its learning rate, half and twice that rate
+- ``speculators``: its own model, loss and trainer with the settings of its command: Muon and AdamW at one rate (1e-3 by default) that
+  falls linearly from the third step on, weight decay, equal weights for all depths, a frozen output head; also at higher rates.
+  ``norms``: "theirs" is its default, one norm over all tapped states and the residual after a norm (``head.norm_before_fc``,
+  ``head.norm_before_residual``); "ours" are the switches of EAGLE-3.1, which it also has
+- ``speculators, our optimiser``: the same with our rates, schedule and betas, and without weight decay
 
-Of every row: accepted lengths at temperature 0 and 1, and what chance there is in the prompts (``error_T0``: the standard error, by the
-jackknife); ``held_out_text``: the length that a chain of six expects over 8,192 tokens that the target did not write; and of a peer
-``largest_difference``: of its losses by depth as it says them to those that we compute of the folder, relative.
+Every row has the accepted lengths at temperature 0 and 1; ``error_T0``, the standard error over the prompts (jackknife); and
+``held_out_text``, the expected length of a chain of six over 8,192 tokens that the target did not write. Rows of the peer have
+``largest_difference``: the largest relative difference between its own losses by depth and those that we compute from its folder.
 
-- ``accepted``: the rows; ``accepted_of``: where they are from, and which were not made (``not_measured``)
-- ``accepted_over_peer``: at temperature 0, our best row over the best of ``speculators``, whatever rate and norms
-- ``accepted_over_peer_equal_rate``: ours at the default rate over the best of ``speculators, our optimiser``
+- ``accepted``: the rows; ``accepted_of``: their origin, and the rows that were not measured (``not_measured``)
+- ``accepted_over_peer``: at temperature 0, our best row over the best row of ``speculators``, at any rate and norms
+- ``accepted_over_peer_equal_rate``: ours at the default rate over the best row of ``speculators, our optimiser``
 
-What differs by design beside that: first weights are each library's own; the peer also trains on the last token of a row, and some guesses
-across the border of two documents.
+Two more differences are by design: each library initialises the weights in its own way, and the peer also trains on the last token of a
+row, and on some guesses across the border of two documents.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ from headstart.inference.settings import open_decode
 from headstart.trainers.learner import Learner, evaluate
 from headstart.trainers.optimizer import learning_rate
 
-TRAINED_ON = "trained_on.txt"  # beside the weights: cpu or cuda
+TRAINED_ON = "trained_on.txt"  # a file next to the weights that says cpu or cuda
 OURS, PEER, EQUAL = "headstart", "speculators", "speculators, our optimiser"
 NORMS: dict[str, dict[str, bool]] = {
     "theirs": {},
@@ -71,7 +72,7 @@ NORMS: dict[str, dict[str, bool]] = {
 
 
 def arms(trainer: dict[str, Any], rates: list[float], peer_rates: list[float]) -> dict[str, dict[str, Any]]:
-    """By name; ``told``: what the library is told that is not its default."""
+    """The arms by name. ``told``: settings of the library that differ from its defaults."""
     assert (trainer["optimizer"], trainer["muon_lr"], trainer["weight_decay"], trainer["clip"]) == ("muon", None, 0.0, 1.0)
     steps, lr = trainer["steps"], trainer["lr"]
     equal = {"optimizer": "muon", "lr": 0.3 * lr, "muon_lr": lr, "weight_decay": 0.0, "muon_weight_decay": 0.0, "betas": trainer["betas"]}
@@ -85,7 +86,7 @@ def arms(trainer: dict[str, Any], rates: list[float], peer_rates: list[float]) -
 
 
 def capture(source: Source, taps: list[int], trainer: dict[str, Any], count: int, folder: Path) -> None:
-    """What the target says of the first ``count`` batches of `python train.py`, a file each."""
+    """Store the target's states over the first ``count`` batches of `python train.py`, one file per batch."""
     folder.mkdir(parents=True, exist_ok=True)
     start = len(list(folder.glob("*.safetensors")))
     stream = source.stream(taps, trainer["batch_size"], trainer["seed"], start, 0, 1)
@@ -106,14 +107,14 @@ def first_document(folder: Path, taps: list[int]) -> TargetBatch:
 
 
 def made_in(arm: dict[str, Any], out: Path) -> Path:
-    """Where the speculator of a run in ``out`` is."""
+    """The speculator folder of a run in ``out``."""
     return out / "speculator" if arm["side"] == OURS else out
 
 
 def train(
     arm: dict[str, Any], trainer: dict[str, Any], python: str, batches: Path, out: Path, sizes: dict[str, int], device: str
 ) -> subprocess.Popen[bytes]:
-    """The process that trains it."""
+    """Start the process that trains an arm."""
     if arm["side"] == OURS:
         said = [f"trainer.lr={arm['rate']}", f"trainer.steps={trainer['steps']}", "trainer.precision=fp32", "trainer.decode_every=0"]
         said += [f"target.device={device}", "report=none", f"out={out}"]
@@ -130,7 +131,7 @@ def train(
 
 
 def trained(process: subprocess.Popen[bytes], folder: Path, device: str) -> None:
-    """Wait for it, and note in ``folder`` where it was. Raises CalledProcessError where it failed."""
+    """Wait for a training, and note in ``folder`` on which device it ran. Raises CalledProcessError if it failed."""
     if status := process.wait():
         raise subprocess.CalledProcessError(status, process.args)
     put_text(folder / TRAINED_ON, device)
@@ -143,7 +144,7 @@ def opened(folder: Path, target: Target) -> Drafter:
 
 
 def decoded(drafter: Drafter, target: Target, count: int | None) -> dict[str, float]:
-    """By the tree of decode=dynamic. ``count``: of prompts; None: those of the report."""
+    """Decode with the tree of decode=dynamic. ``count``: number of prompts; None: as many as the report."""
     decode = open_decode(settings("inference", "decode=dynamic")["decode"])
     guesser, policy, prompts = Drafting(drafter), fit_depth(decode.policy, drafter), held_out(target, count or decode.prompts)
     found: dict[str, float] = {"prompts": len(prompts)}
@@ -156,7 +157,7 @@ def decoded(drafter: Drafter, target: Target, count: int | None) -> dict[str, fl
 
 @torch.no_grad()
 def judged(drafter: Drafter, source: Source, loss: dict[str, Any], batches: Path, said: Path) -> dict[str, Any]:
-    """Teacher-forced; ``said``: where a peer has put its losses."""
+    """Figures of the drafter, teacher-forced. ``said``: the file with a peer's losses."""
     taps, rows = list(drafter.taps), source.held_out
     assert rows is not None
     depth = fit_depth(open_decode(settings("inference", "decode=dynamic")["decode"]).policy, drafter).depth
@@ -171,7 +172,7 @@ def judged(drafter: Drafter, source: Source, loss: dict[str, Any], batches: Path
 
 
 def figures(rows: list[dict[str, Any]], default: float) -> dict[str, Any]:
-    """The ratios of what there is."""
+    """The ratios for the rows that exist."""
 
     def best(side: str, *rate: float) -> float:
         return max((row["accepted_T0"] for row in rows if row["side"] == side and row["rate"] in (rate or [row["rate"]])), default=0.0)
@@ -225,7 +226,7 @@ def main() -> None:
         running = {name: begin(name) for name in untrained if name not in peers}
         capture_first(trainer["steps"])
         running |= {name: begin(name) for name in peers}
-        for name in sorted(running, key=lambda name: running[name].wait() != 0):  # what failed comes last
+        for name in sorted(running, key=lambda name: running[name].wait() != 0):  # failed trainings last
             trained(running[name], folders[name], args.device)
         return
     capture_first(trainer["steps"] if peers else 1)

@@ -1,11 +1,11 @@
-"""The other library's side of accepted.py: its own EAGLE-3, by its own trainer. Runs in its environment, and imports nothing of ours.
+"""The peer's side of accepted.py: trains speculators' EAGLE-3 with its own trainer. Runs in that library's environment without our code.
 
     PYTHON benchmarks/accepted_side.py BATCHES OUT SETTINGS
 
-BATCHES: a folder of 00000.safetensors, ..., a step each in that order: ``tokens``, ``documents``, ``mask`` [B, T], ``states``
-[B, T, taps x D], ``final`` [B, T, D] (behind the target's norm). SETTINGS (JSON): what is not the library's default; ``draft``: of its
-layer; for an optimiser that its settings cannot describe, ``betas`` and ``shares`` of the learning rate, by step. OUT: an EAGLE-3
-folder, whose config.json is flat, as engines read it, and ``losses.json`` of what was trained.
+BATCHES: a folder of 00000.safetensors, ..., one file per step: ``tokens``, ``documents``, ``mask`` [B, T], ``states`` [B, T, taps x D],
+``final`` [B, T, D] (after the target's norm). SETTINGS (JSON): settings that differ from the library's defaults; ``draft``: those of its
+layer; ``betas`` and ``shares`` (factor of the learning rate per step): for an optimiser that its settings cannot describe. OUT: an
+EAGLE-3 folder with a flat config.json, as engines read it, and ``losses.json``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Weights = dict[str, Tensor]
 
 
 def samples(row: Weights) -> Iterator[Weights]:
-    """The documents of a row [T], but for those of a single token, of which nothing is left once it is shifted."""
+    """The documents of a row [T], without those of one token: after the library's shift nothing of them is left."""
     sizes = torch.unique_consecutive(row["documents"], return_counts=True)[1].tolist()
     for part in (part for part in torch.arange(len(row["tokens"])).split(sizes) if len(part) > 1):
         of = {"input_ids": "tokens", "hidden_states": "states", "verifier_last_hidden_states": "final", "loss_mask": "mask"}
@@ -38,7 +38,7 @@ def samples(row: Weights) -> Iterator[Weights]:
 
 
 class Batches(torch.utils.data.Dataset[Any]):
-    """A step each, [B, T]: every row as the library lays out its samples; ``joined``: all of them in one row [1, B x T]."""
+    """The batches, one per step, [B, T], with the rows laid out as the library does. ``joined``: all rows as one row [1, B x T]."""
 
     def __init__(self, folder: Path, collate: Collate, joined: bool) -> None:
         self.files, self.collate, self.joined = sorted(folder.glob("*.safetensors")), collate, joined
@@ -54,8 +54,8 @@ class Batches(torch.utils.data.Dataset[Any]):
 
 
 def row_by_row(model: nn.Module) -> None:
-    """It takes one row, in which all samples of a step stand side by side, and attends from all of it to all of it. Row by row it is
-    the same mean, but for guesses that it would train across the border of two rows, in half the time of a CPU.
+    """Feed the model one row at a time. It expects all samples of a step in one row and computes attention over the whole row. Row by
+    row the mean is the same, except for guesses across the border of two rows, and takes half the time on a CPU.
     """
     forward = model.forward
 
@@ -70,7 +70,7 @@ def row_by_row(model: nn.Module) -> None:
 
 @torch.no_grad()
 def losses(model: nn.Module, collate: Collate, given: Weights, how: dict[str, Any]) -> list[float]:
-    """By depth, of the first document: of guesses whose token is in it."""
+    """The losses per depth over the first document, of the guesses whose token lies in it."""
     row = collate([next(samples({name: x[0] for name, x in given.items()}))])
     row["loss_mask"] &= torch.arange(row["loss_mask"].shape[1]) + 1 < row["loss_mask"].sum()
     found = model(**row, **how)[2]
@@ -78,7 +78,7 @@ def losses(model: nn.Module, collate: Collate, given: Weights, how: dict[str, An
 
 
 def train(batches: Path, out: Path, settings: dict[str, Any]) -> None:
-    """As its command does; in fp32, without checkpoints or validation."""
+    """Train as the library's command does, but in fp32 and without checkpoints or validation."""
     import speculators.train.trainer as theirs
     from speculators.models.eagle3.core import Eagle3DraftModel
     from speculators.models.eagle3.data import shift_batch
@@ -87,14 +87,14 @@ def train(batches: Path, out: Path, settings: dict[str, Any]) -> None:
     from speculators.train.data import CollateFn
 
     draft, betas, shares, device = (settings.pop(key, None) for key in ("draft", "betas", "shares", "device"))
-    here = {"speculator_type": "eagle3", "draft_attn_impl": "sdpa", "loss_implementation": "eager"}  # the others need a GPU
+    here = {"speculator_type": "eagle3", "draft_attn_impl": "sdpa", "loss_implementation": "eager"}  # other implementations need a GPU
     args = TrainConfig.from_flat(here | settings).flatten()
     set_seed(args["seed"], False)
-    window = args["sliding_window"], [0]  # not of the first layer: rows are shorter than it
+    window = args["sliding_window"], [0]  # rows are shorter than the window, so layer 0 gets none
     layer = create_transformer_layer_config(args["verifier_name_or_path"], 1, args["draft_arch"], args["draft_hidden_act"], *window)
     layer.update(draft)
     model = Eagle3DraftModel.from_training_args(layer, **args | {"draft_vocab_size": layer.vocab_size})
-    model.verifier_norm = nn.Identity()  # what is given is behind it
+    model.verifier_norm = nn.Identity()  # the given states are already normed
     joined = device != "cpu"
     if not joined:
         row_by_row(model)
@@ -102,7 +102,7 @@ def train(batches: Path, out: Path, settings: dict[str, Any]) -> None:
     size = first["tokens"].numel() if joined else first["tokens"].shape[1]
     collate = CollateFn(size, layer.hidden_size, dtype=torch.float32, preprocess=shift_batch)
     how = model.get_trainer_kwargs(**args)[0]
-    theirs.get_local_rank = lambda: torch.device(device)  # a number would be an accelerator's
+    theirs.get_local_rank = lambda: torch.device(device)  # a number would mean a GPU
     torch.accelerator.synchronize = lambda *_: None
     with tempfile.TemporaryDirectory() as never:
         told = {key: args[key] for key in theirs.TrainerConfig._fields if key in args} | {"num_epochs": 1, "save_path": never}

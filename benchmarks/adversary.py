@@ -1,12 +1,12 @@
-"""What do the doors do with whatever nobody should give them, with kills and full disks, with files that were changed behind their back?
+"""Attacks the commands: wrong input, kills at any moment, full disks, and files that were changed on disk.
 
     python benchmarks/adversary.py            # some 15 minutes on two CPU cores; writes benchmarks/results/adversary.json
-    python benchmarks/adversary.py --quick    # a few of each kind, a minute; writes nothing but where --out says
+    python benchmarks/adversary.py --quick    # a few of each kind, a minute; writes only to --out
 
-traceback: it ended otherwise than in lines that say what is wrong. silent: it was accepted, and what comes of it is not what would have
-been. lost: what was there, or was trained, is not there any more. All three must be 0 (the exit status says so). What is attacked is made
-by the doors themselves: a small target, a run, shards, answers. The dice are seeded: the same is tried again, but for the moments of
-kills, which are shares of how long a run takes here.
+traceback: the command did not end with lines that say what is wrong. silent: wrong input was accepted and changed the result. lost:
+existing files or trained weights are gone. All three must be 0 (exit status 1 otherwise). The attacked files are made by the commands
+themselves: a small target, a run, shards, answers. Attacks are drawn with a fixed seed. Only the moments of kills vary: they are shares
+of a run's duration on this machine.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Section = Callable[[World], Iterator[Outcome]]
 
 
 def sections(quick: bool) -> dict[str, Section]:
-    """The longest first."""
+    """The sections of attacks, the longest first."""
     every = partial(_every, quick)
     return {
         "doors: files of folders": partial(doors.inside, every=every(90)),
@@ -66,7 +66,7 @@ def _every(quick: bool, count: int) -> int:
 
 
 def tried(names: Sequence[str], quick: bool, scratch: Path) -> Iterator[tuple[str, Outcome | None]]:
-    """What came of each attack of these sections, and None at the end of a section; on a world of its own."""
+    """Yield the outcome of each attack of these sections, and None at the end of a section. Works on files of its own."""
     torch.set_num_threads(1)
     world = build(scratch)
     for name in names:
@@ -74,22 +74,22 @@ def tried(names: Sequence[str], quick: bool, scratch: Path) -> Iterator[tuple[st
             with as_a_user():
                 for outcome in sections(quick)[name](world):
                     yield name, outcome
-        except Exception:  # of the adversary itself: nothing is found by what does not run
+        except Exception:  # an error of the adversary itself must not pass as an attack that found nothing
             yield name, Outcome(f"the section {name} itself", "traceback", traceback.format_exc())
         yield name, None
 
 
 def _work(names: Any, quick: bool, scratch: Path, told: Any) -> None:
-    """In a process of its own: sections until there are no more."""
+    """The work of one process: attack sections until none is left."""
     with scratch.with_suffix(".log").open("w") as log:
-        os.dup2(log.fileno(), 2)  # of doors that are called here, only what they say to their own streams counts
+        os.dup2(log.fileno(), 2)  # commands called in this process are judged by their own streams alone
         for found in tried(iter(names.get, None), quick, scratch):  # type: ignore[arg-type]
             told.put(found)
     told.put(None)
 
 
 def side_by_side(only: Sequence[str], quick: bool, scratch: Path, jobs: int) -> Iterator[tuple[str, Outcome | None]]:
-    """These sections, ``jobs`` at a time. (In processes of their own even if it is one: forks are made where no other thread is.)"""
+    """Attack these sections, ``jobs`` at a time. Even a single job has its own process: forks need a process without threads."""
     forks = multiprocessing.get_context("fork")
     names, told = forks.SimpleQueue(), forks.SimpleQueue()
     jobs = min(jobs, len(only))
@@ -113,7 +113,7 @@ def side_by_side(only: Sequence[str], quick: bool, scratch: Path, jobs: int) -> 
 
 
 def counted(found: Sequence[tuple[str, Outcome]]) -> dict[str, Any]:
-    """The table."""
+    """The table of outcomes."""
     by_section: dict[str, Counter[str]] = {}
     for name, outcome in found:
         by_section.setdefault(name, Counter())[outcome.came] += 1

@@ -1,4 +1,4 @@
-"""What the decoding benchmarks share: alternatives run prompt by prompt in turn, and the settings of conf/."""
+"""What the decoding benchmarks share: running alternatives in turn on every prompt, and the settings of conf/."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from headstart.inference.decoding.propose import Proposer
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 
-Run = Callable[[Any], Generation]  # of a prompt, or of whatever else the benchmark hands to its alternatives
+Run = Callable[[Any], Generation]  # decodes a prompt, or any other input that the benchmark gives to its alternatives
 console = Console()
 
 
 def settings(config: str = "inference", *overrides: str) -> dict[str, Any]:
-    """conf/CONFIG.yaml, composed; what must be given and is not stays "???"."""
+    """conf/CONFIG.yaml, composed. Required settings that are not given stay "???"."""
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         found: Any = OmegaConf.to_container(compose(config, list(overrides)), resolve=True)
     return found
 
 
 def for_run(*overrides: str) -> dict[str, Any]:
-    """What `python train.py` hands to a run: conf/config.yaml without what its door keeps for itself."""
+    """The settings that `python train.py` gives to a run: conf/config.yaml without the keys that only the command line uses."""
     kept = ("launcher", "path", "plan", "nodes", "gpus", "gpu", "gpu_hour")
     return {key: value for key, value in settings("config", *overrides).items() if key not in kept}
 
 
 def turns(alternatives: dict[str, Run], prompts: Sequence[Any], title: str, repeats: int = 1) -> dict[str, list[list[Generation]]]:
-    """Every alternative on every prompt, another one first each time and in the other direction each time, so that a noisy machine, and
-    the caches that the one before leaves behind, disturb them alike: name -> for every prompt its ``repeats`` generations. (What they say
-    does not change.)
+    """Run every alternative on every prompt. Returns name -> for every prompt its ``repeats`` generations (all with equal tokens).
+    The order starts with another alternative and changes direction each time, so that noise, and caches that the one before has filled,
+    affect all alike.
     """
     made: dict[str, list[list[Generation]]] = {name: [] for name in alternatives}
     names = list(alternatives)
@@ -57,25 +57,25 @@ def turns(alternatives: dict[str, Run], prompts: Sequence[Any], title: str, repe
 
 
 def in_turn(alternatives: dict[str, Run], prompts: Sequence[Any], title: str, repeats: int = 1) -> dict[str, list[Generation]]:
-    """``turns``, of the repeats the fastest: so a noisy machine disturbs them little."""
+    """``turns``, but only the fastest repeat, which reduces the noise of the machine."""
     made = turns(alternatives, prompts, title, repeats)
     return {name: [min(runs, key=lambda run: run.seconds) for runs in each] for name, each in made.items()}
 
 
 def speeds(made: list[list[Generation]]) -> list[float]:
-    """Tokens a second over all prompts of ``turns``, for each of its repeats."""
+    """Tokens per second over all prompts of ``turns``, for each repeat."""
     return [sum(len(run.tokens) for run in runs) / seconds(runs) for runs in zip(*made, strict=True)]
 
 
 def over(a: list[list[Generation]], b: list[list[Generation]]) -> float:
-    """How many times as fast the one is as the other. Of every repeat, in which the two were measured side by side; the middle one:
-    a machine that drifts, or is disturbed once, does not reach it.
+    """The speed of the one over that of the other: the median of the ratios of all repeats. Within a repeat the two run side by side, so
+    a machine that drifts or is disturbed once does not change it.
     """
     return median(x / y for x, y in zip(speeds(a), speeds(b), strict=True))
 
 
 def rates(made: dict[str, list[list[Generation]]]) -> dict[str, float]:
-    """Tokens a second of every side of ``turns``, of its repeats the middle one."""
+    """Tokens per second of every side of ``turns``: the median of its repeats."""
     return {name: median(speeds(each)) for name, each in made.items()}
 
 
@@ -90,12 +90,12 @@ def static(target: Target, drafter: Drafter | None, policy: TreePolicy | None, n
 
 
 def transformers(target: Target, new_tokens: int, assistant: Any = None, how: dict[str, Any] | None = None) -> Run:
-    """transformers' own greedy ``generate``, assisted or not. ``emitted`` has an entry per pass of the target: their mean is right."""
+    """transformers' own greedy ``generate``, assisted or not. ``emitted`` has an entry per target pass; only their mean is exact."""
 
     def run(prompt: Sequence[int]) -> Generation:
         passes: list[int] = []
         ids, extra = torch.tensor([list(prompt)]), {}
-        if assistant is not None:  # its generation_config is where transformers reads these, and where the heuristic schedule writes
+        if assistant is not None:  # transformers reads these from its generation_config, and the heuristic schedule writes them there
             assistant.generation_config.update(**(how or {}))
             extra = {"assistant_model": assistant}
         hook = target.body.register_forward_pre_hook(lambda *_: passes.append(0))

@@ -1,7 +1,7 @@
-"""A healthy drafter beside its target, and every cause of trouble that ``python -m inference diagnose`` knows, planted into it.
+"""A healthy drafter with its target, and functions that plant into it each cause that ``python -m inference diagnose`` can name.
 
-A plant takes a healthy case and gives one with a single bug. It is the bug as it occurs: rows made wrong, a drafter served otherwise than
-it was trained, another target, a batch that mixes up its sequences.
+A plant takes a healthy case and returns one with a single bug, as it occurs in practice: wrong training rows, a drafter served with other
+settings than it was trained with, another target, a batch that mixes up its sequences.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ the maps aboard would admit existed, and were offered soup, blankets and gossip 
 
 
 def prompts_of(target: Target, some: Sequence[str] = ASKED) -> list[list[int]]:
-    """By the chat template."""
+    """The texts as prompts, by the chat template."""
     return [asking(target.tokenizer, [{"role": "user", "content": text}]) for text in some]
 
 
 def rows_of(target: Target, prompts: Sequence[Sequence[int]], seed: int = 0) -> list[TokenBatch]:
-    """What the target answers at temperature 1, as rows of a training on its own answers."""
+    """Training rows of the target's own answers at temperature 1."""
     made = []
     for i, prompt in enumerate(prompts):
         said = generate(target, None, prompt, new_tokens=ANSWER, sampling=SamplingParams(1.0, seed=seed + i), stop_ids=()).tokens
@@ -62,7 +62,7 @@ def rows_of(target: Target, prompts: Sequence[Sequence[int]], seed: int = 0) -> 
 
 
 def taught(drafter: Drafter, target: Target, prompts: Sequence[Sequence[int]], steps: int) -> Drafter:
-    """Trained in seconds on the target's greedy answers to these prompts, by heart."""
+    """The drafter, trained in seconds until it knows the target's greedy answers to these prompts by heart."""
     drafter.attach(target.ends)
     drafter.start_from(target.ends)
     depth, roots = min(3, drafter.max_depth or 3), []
@@ -86,7 +86,7 @@ def taught(drafter: Drafter, target: Target, prompts: Sequence[Sequence[int]], s
 
 
 def twin(drafter: Drafter, target: Target, **changes: Any) -> Drafter:
-    """The same weights, under settings that may be others."""
+    """A drafter with the same weights, and the given settings changed."""
     settings = {key: value for key, value in drafter.config.items() if key != "head"} | changes
     other = hub.build(drafter.config["head"], target.shape, **settings).to(next(drafter.parameters()).dtype)
     other.attach(target.ends)
@@ -96,7 +96,7 @@ def twin(drafter: Drafter, target: Target, **changes: Any) -> Drafter:
 
 
 def trimmed(drafter: Drafter, target: Target, ids: Sequence[int]) -> Drafter:
-    """One whose own output head has lost all tokens but these."""
+    """A copy of the drafter whose output head has only the tokens ``ids``."""
     other = twin(drafter, target, draft_vocab=sorted(ids))
     with torch.no_grad():
         other.lm_head.weight.copy_(drafter.lm_head.weight[torch.tensor(sorted(ids))])  # type: ignore[operator, union-attr, index]
@@ -112,7 +112,7 @@ def mask(case: Case) -> Case:
 
 
 def template(case: Case) -> Case:
-    """Asked with the thinking switched off, trained without such a switch."""
+    """Prompts switch thinking off, which the training rows did not do."""
     off = case.target.tokenizer("<think>\n\n</think>\n\n", add_special_tokens=False)["input_ids"]
     return replace(case, prompts=[[*prompt, *off] for prompt in case.prompts])
 
@@ -133,7 +133,7 @@ def tap(case: Case) -> Case:
 
 
 def norm(case: Case) -> Case:
-    """Served with the feature of the other side of the final norm."""
+    """Served with the feature from the other side of the drafter's final norm."""
     return replace(case, drafter=twin(case.drafter, case.target, norm_output=not case.drafter.norm_output))
 
 
@@ -146,7 +146,7 @@ def vocabulary(case: Case) -> Case:
 
 
 def policy(case: Case) -> Case:
-    """Trained on text that somebody else wrote."""
+    """Trained on text that the target did not write."""
 
     words = case.target.tokenizer(PROSE)["input_ids"]
 
@@ -161,7 +161,7 @@ def policy(case: Case) -> Case:
 
 
 def target(case: Case) -> Case:
-    """Beside a target whose weights are rounded to 5 bits."""
+    """Served with a target whose weights are rounded to 5 bits."""
     model = copy.deepcopy(case.target.model)
     with torch.no_grad():
         for p in model.parameters():
@@ -172,7 +172,7 @@ def target(case: Case) -> Case:
 
 
 def tokenizer(case: Case) -> Case:
-    """Trained on text that another tokenizer has cut up: letter by letter."""
+    """Trained on text from another tokenizer, with one token per letter."""
     made = []
     for prompt in case.prompts:
         text = case.target.tokenizer.decode(list(prompt) + case.target.tokenizer("def f(value): return value + 1\n" * 6)["input_ids"])
@@ -192,7 +192,7 @@ def embedding(case: Case) -> Case:
 
 
 def export(case: Case) -> Case:
-    """The folder is older than the training."""
+    """The exported folder is older than the trained weights."""
     generator = torch.Generator().manual_seed(0)
     live = {k: v + 0.1 * v.float().std() * torch.randn(v.shape, generator=generator) if v.ndim > 1 else v
             for k, v in case.drafter.state_dict().items()}  # fmt: skip
@@ -201,7 +201,7 @@ def export(case: Case) -> Case:
 
 @contextmanager
 def mixed_up(case: Case) -> Iterator[Case]:
-    """In a batch every sequence's drafter reads the states of its neighbour's prompt."""
+    """In a batch, each sequence's drafter reads the states of the next sequence's prompt."""
     follow = Rounds._follow
 
     def wrong(self: Any, places: Any, tokens: Any, next_n: Any, length: Any, positions: Any, states: dict[int, Tensor], done: Any) -> None:
@@ -211,7 +211,7 @@ def mixed_up(case: Case) -> Iterator[Case]:
         yield case
 
 
-ON_ANOTHER = ("tap", "embedding")  # a drafter of UNNORMED shows them: eagle norms what it reads, and adjacent layers are nearly alike to it
+ON_ANOTHER = ("tap", "embedding")  # planted into UNNORMED: eagle norms its inputs, so adjacent layers look alike to it
 PLANTS: dict[str, Callable[[Case], Case]] = {
     "mask": mask, "template": template, "positions": positions, "tap": tap, "norm": norm, "vocabulary": vocabulary, "policy": policy,
     "target": target, "tokenizer": tokenizer, "embedding": embedding, "export": export,

@@ -1,4 +1,4 @@
-"""``headstart`` is this checkout, where it is not installed: a machine with a GPU often has torch, transformers and no network."""
+"""Makes this checkout importable as ``headstart`` if it is not installed: GPU machines often have torch and transformers but no network."""
 
 from __future__ import annotations
 

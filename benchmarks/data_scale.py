@@ -1,14 +1,13 @@
-"""Data at scale: conversations from a script, tokenised once by many processes, and read from disk by every run after that.
+"""Data at scale: generated conversations, tokenised once by many processes, then read from disk by every run.
 
     python benchmarks/data_scale.py                           # a million conversations, about 1 GB: benchmarks/results/data_scale.json
     python benchmarks/data_scale.py --conversations 100000    # fewer
 
-Each start is a process of its own, as every process of a training is one: it opens `data=chat` with the tokenizer and the template of
-`--target`, and passes over `--batches` batches of the packed rows. Its peak is what the system saw (VmHWM): all that was resident,
-pages of mapped files too. `workers`: the largest of the processes that tokenised. Seconds of a start are those of the whole process,
-imports included, up to the first batch. Tokens/s a core: all tokens over the processor seconds of the processes that tokenised (with
---workers 1 of the one process, packing included). `in_memory` is the same without the disk, in one process, as small files are read
-(of `--in-memory` conversations).
+Each start is a new process, like a process of a training: it opens `data=chat` with the tokenizer and the template of `--target`, and
+iterates over `--batches` batches of the packed rows. Its peak (VmHWM) includes the resident pages of mapped files. `workers`: the largest
+peak of the processes that tokenised. The seconds of a start run from the start of the process, imports included, to the first batch.
+Tokens/s per core: all tokens over the CPU seconds of the processes that tokenised (with --workers 1 those of the only process, packing
+included). `in_memory`: the same in one process without the disk, as small files are read, for `--in-memory` conversations.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ LIMITS = {"peak_bytes": 1.5e9, "second_start_seconds": 10.0}
 
 
 def conversations(path: Path, count: int, seed: int = 0) -> None:
-    """So many of one to four questions and answers, about 1 KB each, of words that a generator draws; always the same."""
+    """Conversations of one to four questions and answers, about 1 KB each, of random words; always the same."""
     dice = random.Random(seed)
     words = ["".join(dice.choices("etaoinshrdlu", k=dice.randint(2, 9))) for _ in range(5000)]
     with path.open("w") as file:
@@ -59,7 +58,7 @@ def age() -> float:
 
 
 def start(path: Path, cache: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """As a training does it, in this process. ``seconds`` are counted from the start of the process."""
+    """Start as a training does, in this process. ``seconds`` are counted from the start of the process."""
     target: Any = read_target({"name": "", "path": args.target, "dtype": "auto", "device": "cpu", "attention": "sdpa", "config": None})
     given = {"name": "chat"} | defaults({"name": "chat"}) | {"path": str(path), "cache": str(cache), "workers": args.workers}
     before = time.process_time()
@@ -79,7 +78,7 @@ def start(path: Path, cache: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def inside(path: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """All of the file in memory, as files under the limit are read."""
+    """Read the whole file into memory, as small files are read."""
     reader.LARGE = 1 << 60
     target: Any = read_target({"name": "", "path": args.target, "dtype": "auto", "device": "cpu", "attention": "sdpa", "config": None})
     given = {"name": "chat"} | defaults({"name": "chat"}) | {"path": str(path), "limit": args.in_memory}
@@ -89,7 +88,7 @@ def inside(path: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def process(what: str, path: Path, cache: Path) -> dict[str, Any]:
-    """One of them, in a process of its own."""
+    """Run one measurement in a new process."""
     found: dict[str, Any] = alone(__file__, f"{what}:{path}:{cache}")
     print(f"{what}: " + ", ".join(f"{key} {value:,.1f}" if isinstance(value, float) else f"{key} {value}" for key, value in found.items()))
     return found

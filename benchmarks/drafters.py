@@ -1,20 +1,20 @@
-"""Every kind of drafter on equal data and steps, from one pass of the target.
+"""Every kind of drafter, trained on the same data for the same steps, from one pass of the target.
 
     python benchmarks/drafters.py            # about an hour and a half on two cores: conf/experiment/compare.yaml
     python benchmarks/drafters.py --quick    # four drafters in ten minutes: conf/experiment/compare_quick.yaml
-    python benchmarks/drafters.py --speedups RUN --prompts 5    # of a finished run: its table, and `speedups` once more: three minutes
+    python benchmarks/drafters.py --speedups RUN --prompts 5    # the table and new `speedups` of a finished run; 3 minutes
 
-Writes benchmarks/results/drafters.json (drafters_quick.json), the comparison's table and picture beside it.
+Writes benchmarks/results/drafters.json (drafters_quick.json), and the comparison's table and picture next to it.
 
-- ``drafters``: per arm the accepted lengths of its exported folder (of the tree of decode=auto and of a chain, temperature 0 and 1), the
-  estimate of one teacher-forced pass, parameters, ``c`` (a level of drafting over a plain step), the speed-up of the tree and of
-  decode=auto over plain decoding in the same run, and its seconds of training, the target's passes counted as if it had been alone.
-  ``drafters_of``: which commit they were decoded with, where that was by a run of its own.
-- ``speedups``: the same once more, each arm's folder in turn with plain decoding, prompt by prompt, of several rounds the middle one;
-  ``worst_speedup_t0``, ``worst_speedup_t1``: of the arms that gain least (``worst_arms``). ``speedups_of``: where they were made
-  again by themselves, by what.
-- ``self_distilled``: the best arm again on raw text, and on the target's own continuations of 256 prefixes of it at temperature 1, steps
-  and tokens equal (so raw text is more varied: its rows are hardly ever seen twice); not in --quick.
+- ``drafters``: per arm the accepted lengths of its exported folder (a dynamic tree and a chain, at temperature 0 and 1), the expected
+  length from one teacher-forced pass, parameters, ``c`` (cost of a drafting level relative to a plain step), the speed-up of the tree
+  and of decode=auto over plain decoding in the same run, and the training time in seconds. That time includes the target's passes as
+  if the arm had been trained alone. ``drafters_of``: the commit that decoded them, if it was another one.
+- ``speedups``: the speed-ups measured again: each arm's folder alternates with plain decoding on every prompt; the median of several
+  rounds. ``worst_speedup_t0``, ``worst_speedup_t1``: of the arms that gain least (``worst_arms``). ``speedups_of``: the commit and
+  machine that measured them, if they were measured separately.
+- ``self_distilled``: the best arm trained again on raw text, and on the target's own continuations of 256 prefixes of that text at
+  temperature 1, with equal steps and tokens. (Raw text is more varied: hardly any row is seen twice.) Not in --quick.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from headstart.inference.decoding.propose import Drafting
 from headstart.inference.settings import open_decode
 from headstart.inference.speculator import open_speculator
 
-TREE = "decode=dynamic"  # where accepted lengths are compared: the same for all, whatever it costs on this machine
-TOLD = ("prompts", "tree", "train_steps", "dtype", "device", "commit")  # tree: where it is the same for all drafters
+TREE = "decode=dynamic"  # accepted lengths are compared with the same tree for all drafters, whatever it costs on this machine
+TOLD = ("prompts", "tree", "train_steps", "dtype", "device", "commit")  # tree: if it is the same for all drafters
 LENGTHS = ("t0_chain", "t0_tree", "t1_chain", "t1_tree", "off_policy_expected_length")
 
 
 def train(out: Path, *overrides: str) -> dict[str, Any]:
-    """`python train.py`; its comparison."""
+    """Run `python train.py`. Returns its comparison."""
     command = [sys.executable, "train.py", *overrides, f"out={out}"]
     console.print("$ python", *command[1:])
     subprocess.run(command, cwd=ROOT, check=True)
@@ -58,7 +58,7 @@ def train(out: Path, *overrides: str) -> dict[str, Any]:
 
 
 def self_distilled(folder: Path, arm: str, steps: int) -> dict[str, Any]:
-    """The same drafter, data of the same kind: raw text against the target's own continuations of it, tokens and steps equal."""
+    """The same drafter trained on raw text and on the target's own continuations of it, with equal tokens and steps."""
     answers = folder / "answers.jsonl"
     settings = ("target=tiny", "data=stdlib", f"out={answers}", "sequences=16", "limit=256", "new_tokens=448")
     command = [sys.executable, "-m", "data", "regenerate", *settings]
@@ -66,7 +66,7 @@ def self_distilled(folder: Path, arm: str, steps: int) -> dict[str, Any]:
     start = time.perf_counter()
     subprocess.run(command, cwd=ROOT, check=True)
     took = time.perf_counter() - start
-    # the prompts of the report must be the same: those of the held-out standard library
+    # both must be reported with the same prompts: those of the held-out standard library
     common = (f"trainer.steps={steps}", TREE)
     raw = train(folder / "raw", *common, f"arms={{raw:'head={arm}'}}")["arms"][0]
     own = train(folder / "own", *common, f"arms={{own:'head={arm}'}}", "data=regenerated", f"path={answers}")["arms"][0]
@@ -74,7 +74,7 @@ def self_distilled(folder: Path, arm: str, steps: int) -> dict[str, Any]:
 
 
 def speedups(run: Path, names: Sequence[str], prompts: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Of every arm of a finished run, decoded as every door does it by default, over plain decoding beside it."""
+    """The speed-up of every arm of a finished run with the default decoding, over plain decoding in the same run."""
     target, found = open_tiny(True), dict[str, dict[str, float]]()
     decode, asked = open_decode(settings("inference", "decode=auto")["decode"]), held_out(target, prompts)
     for name in names:
@@ -99,9 +99,9 @@ def worst(found: dict[str, dict[str, float]]) -> dict[str, Any]:
 
 
 def again(run: Path, path: Path, prompts: int) -> None:
-    """The table and the speed-ups of a finished run into the results that there are."""
+    """Put the table and the speed-ups of a finished run into the existing results."""
     kept: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    kept = {k: v for k, v in kept.items() if k == "commit" or k not in TOLD}  # what was said of drafters that are replaced here
+    kept = {k: v for k, v in kept.items() if k == "commit" or k not in TOLD}  # facts about the drafters that are replaced here
     names = sorted(folder.name for folder in run.iterdir() if (folder / "speculator").is_dir())
     compared: dict[str, Any] = json.loads((run / "comparison.json").read_text())
     kept |= {"drafters": compared["arms"], "failed": compared["failed"], "drafters_of": {k: compared[k] for k in TOLD if k in compared}}
@@ -112,7 +112,7 @@ def again(run: Path, path: Path, prompts: int) -> None:
 
 
 def show(run: Path, to: Path) -> None:
-    """Table and picture of a run beside the results."""
+    """Copy the table and the picture of a run to the results."""
     shutil.copy(run / "comparison.png", to.with_suffix(".png"))
     put_text(to.with_suffix(".md"), (run / "comparison.md").read_text().replace("comparison.png", f"{to.name}.png"))
 

@@ -1,14 +1,14 @@
-"""What do processes that are killed (SIGKILL) at any moment cost? They are started again, and end with what nothing had disturbed.
+"""What does it cost if processes are killed (SIGKILL) at any moment? After a restart they must end with the result of an undisturbed run.
 
     python benchmarks/faults.py                                     # 50 kills, some 10 minutes; writes benchmarks/results/faults.json
     python benchmarks/faults.py --kills 10 --out FILE.json
     python benchmarks/faults.py --with "" trainer.background=false   # trainings with each of these words in turn
 
-Trainings, in each of three ways to be parallel, and captures, in one process and in two (of which one is killed). lost: a run that fell
-behind a checkpoint that it had, did not go on from the newest, ended otherwise than well, or with other weights or other files, or left
-something unfinished behind. bit_equal: all weights are those of the undisturbed run of as many processes, to the last bit, and all captured
-files those of one process. The dice are seeded; the moments of the kills are shares of how long a run takes here. Runs are forks of this
-process, which has everything imported: the kills are real.
+Killed are trainings, in three parallel modes, and captures, with one process and with two (of which one is killed). lost: a run lost a
+checkpoint that it had, did not resume from the newest one, failed, ended with other weights or files, or left unfinished files behind.
+bit_equal: all weights equal those of the undisturbed run with as many processes, bit by bit, and all captured files equal those of one
+process. Kills are drawn with a fixed seed; their moments are shares of a run's duration on this machine. Runs are forks of this process,
+which has already imported everything.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SEED = 0
 
 
 def kinds(world: World, several: Sequence[str]) -> list[Thing]:
-    """Each run once, undisturbed; captures do not hang on the number of processes."""
+    """Run each kind once, undisturbed. A capture's files do not depend on the number of processes."""
     what: list[tuple[Any, ...]] = [("capture", "data", world.shards, world.folder / "shards")]
     what += [(f"train {more}".strip(), "train", partial(_trained, world, more), None) for more in several]
     both = [(*each, n) for each in what for n in (1, 2)]
@@ -56,7 +56,7 @@ def _trained(world: World, more: str, out: Path) -> list[str]:
 
 
 def counted(rows: list[dict[str, Any]], failures: list[dict[str, str]]) -> dict[str, Any]:
-    """The table."""
+    """The table of results."""
     every = {key: sum(row[key] for row in rows) for key in ("kills", "runs", "lost")}
     return every | {"bit_equal": not failures, "rows": rows, "failures": failures}
 
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             shutil.rmtree(place)
             print(f"{it.name}: {kills} kills, {'LOST' + wrong[-2000:] if wrong else 'the same'}", flush=True)
             made = counted(list(rows.values()), failures) | about | {"seconds": round(time.monotonic() - began)}
-            keep(args.out, made)  # each time: what was tried until it is ended itself counts
+            keep(args.out, made)  # after each kill, so that the results so far survive an interrupt
     print(json.dumps({key: made[key] for key in ("kills", "runs", "lost", "bit_equal", "seconds")}))
     return int(bool(failures))
 

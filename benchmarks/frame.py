@@ -1,4 +1,4 @@
-"""What the scripts share: their command line, where a result goes and what it says of its origin, measuring in a process of its own."""
+"""What the benchmarks share: the command line, where a result is stored with its origin, and measuring in a separate process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def parser(about: str | None, out: str = "") -> argparse.ArgumentParser:
-    """``out``: the file among the results that --out may replace."""
+    """The command line of a benchmark. ``out``: its file in benchmarks/results, unless --out names another."""
     cli = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     if out:
         cli.add_argument("--out", type=Path, default=RESULTS / out)
@@ -24,8 +24,8 @@ def parser(about: str | None, out: str = "") -> argparse.ArgumentParser:
 
 
 def origin(command: str) -> dict[str, Any]:
-    """What a result says of where it is from; measured on the CPU."""
-    import torch  # not by scripts that only start others
+    """The origin that a result states, for measurements on the CPU."""
+    import torch  # imported here, because scripts that only start others do not need it
 
     from headstart.inference.provenance import machine, provenance
 
@@ -33,7 +33,7 @@ def origin(command: str) -> dict[str, Any]:
 
 
 def keep(path: Path, found: Mapping[str, Any]) -> None:
-    """As JSON, in a folder that is made if need be."""
+    """Store a result as JSON. Its folder is made if it does not exist."""
     from headstart.heads.files import put_text
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +41,7 @@ def keep(path: Path, found: Mapping[str, Any]) -> None:
 
 
 def alone(script: str, what: str, **environment: str) -> Any:
-    """What ``script`` prints last, called once more as it was called, with --one ``what``: in a process of its own."""
+    """Run ``script`` again in a new process, with the same arguments and --one ``what``. Returns the last line it prints."""
     command = [sys.executable, script, *sys.argv[1:], "--one", what]
     done = subprocess.run(command, env=os.environ | environment, stdout=subprocess.PIPE, text=True)
     if done.returncode:
@@ -50,5 +50,5 @@ def alone(script: str, what: str, **environment: str) -> Any:
 
 
 def resident(field: str) -> int:
-    """Bytes of this process (Linux): VmRSS, resident now; VmHWM, at most."""
+    """Resident bytes of this process (Linux). VmRSS: now; VmHWM: the peak."""
     return next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))

@@ -24,9 +24,9 @@ from headstart.inference.decoding.verify import greedy
 
 LARGE = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
 TOY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4}
-CONTEXT = 512  # kept rows that every pass reads: prompts are so much shorter that no sequence leaves this length while it is timed
-ROUNDS, WARM = 12, 3  # timed in a row; before them, while graphs are captured and the first results arrive
-READING = 3  # and before those, while the last prompts of a batch are read
+CONTEXT = 512  # kept rows that every pass reads. Prompts are shorter, so that sequences stay within it while they are timed
+ROUNDS, WARM = 12, 3  # timed rounds in a row; rounds before them, while graphs are captured and the first results arrive
+READING = 3  # rounds before those, while the last prompts of a batch are read
 
 
 class Bench:
@@ -36,7 +36,7 @@ class Bench:
         from transformers import AutoModelForCausalLM, LlamaConfig
 
         self.smoke = smoke
-        self.bandwidth: float | None = None  # bytes a second, once it is measured
+        self.bandwidth: float | None = None  # bytes per second; None: not measured yet
         self.device = torch.device("cpu" if smoke or not torch.cuda.is_available() else "cuda")
         shape = TOY if smoke else LARGE
         kv = {"num_key_value_heads": shape["num_attention_heads"] // 4, "max_position_embeddings": 8192, "tie_word_embeddings": False}
@@ -44,13 +44,13 @@ class Bench:
         ends = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
         config = LlamaConfig(**shape, **kv, **rope, **ends)
         torch.manual_seed(0)
-        with torch.device(self.device):  # the weights are made where they stay
+        with torch.device(self.device):  # create the weights on the device itself
             self.model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         # Not frozen, as transformers leaves a model: with a frozen head, torch copies the whole of it for a slice of states.
         self.target = Target(self.model.eval(), name="random", frozen=False)
         self.context, self.prompt = (64, 8) if smoke else (CONTEXT, 336)
         self.rounds = 3 if smoke else ROUNDS
-        self.new_tokens = 8 * (READING + WARM + self.rounds + 1)  # of the deepest tree, if all of it were accepted
+        self.new_tokens = 8 * (READING + WARM + self.rounds + 1)  # enough for the deepest tree if every guess were accepted
         generator = torch.Generator().manual_seed(0)
         self.prompts = torch.randint(shape["vocab_size"], (64, self.prompt), generator=generator).tolist()
 
@@ -66,21 +66,21 @@ class Bench:
         return time.perf_counter() - start
 
     def engine(self, drafter: Drafter | None, rows: int, trees: Sequence[TreePolicy | None]) -> Engine:
-        """With room for any of these trees, the last of them in use."""
+        """An engine with room for any of these trees. It uses the last one."""
         plans = {rows + i: tree for i, tree in enumerate(reversed(trees))}
         max_length = max(self.context, self.prompt + self.new_tokens)
         return Engine(self.target, drafter, sequences=rows, max_length=max_length, plans=plans)
 
     def fill(self, engine: Engine, count: int) -> list[Row]:
-        """So many sequences, whose prompts are read."""
+        """Add sequences to the engine and read their prompts."""
         rows = [engine.add_request(p, new_tokens=self.new_tokens, stop_ids=()) for p in self.prompts[:count]]
         while any(row.read < len(row.prompt) for row in rows):
             engine.step()
         return rows
 
     def timed(self, engine: Engine, count: int, repeats: int = 5) -> dict[str, Any]:
-        """Rounds of so many sequences on the wall clock, host and all, but for the first ones of each prompt. ``graphs``: whether they are
-        replayed (an engine whose rounds could not be captured goes on without, and is slower).
+        """Wall-clock times of rounds, host included, without the first rounds of each prompt. ``graphs``: whether rounds are replayed
+        from graphs (if they cannot be captured, the engine runs without and is slower).
         """
         took, emitted = [], 0
         for repeat in range(repeats + 1):
@@ -94,7 +94,7 @@ class Bench:
                 emitted += sum(len(row.tokens) for row in rows) - before
             for row in rows:
                 engine.drop(row)
-            engine.step()  # what is still under way belongs to nobody
+            engine.step()  # completes the round in flight; its result is not used
         a_round = statistics.median(took) / self.rounds
         a_sequence = emitted / (repeats * self.rounds * count)
         speed = {"round_ms": 1e3 * a_round, "tokens_per_second": a_sequence * count / a_round, "accepted_length": a_sequence}
@@ -102,7 +102,7 @@ class Bench:
 
     @torch.inference_mode()
     def parts(self, engine: Engine, tree: TreePolicy | None, count: int) -> tuple[float, float]:
-        """Milliseconds of drafting and of verifying, the two graphs one by one; sequences stay where they are."""
+        """Milliseconds of the drafting graph and of the verifying graph, run separately; sequences do not advance."""
         rows, rounds = self.fill(engine, count), engine.rounds
         kind = Kind(count, rounds.padded_length(self.context), tree, tree is not None, 0, False)
         warp = LogitsWarper.over({k: v[:count] for k, v in rounds.warps.items()}, [SamplingParams()] * count)
@@ -120,16 +120,16 @@ class Bench:
         return found[0], found[1]
 
     def drafter(self) -> Drafter:
-        """EAGLE-3 in the shape it is published in for such a target: one layer, 32,000 tokens. Sure of itself, so that trees are deep."""
+        """EAGLE-3 as published for such a target: one layer, 32,000 tokens. Its logits are scaled up, so that trees get deep."""
         torch.manual_seed(1)
         with torch.device(self.device):
             drafter: Any = hub.build("eagle", self.target.shape, draft_vocab=list(range(self.target.shape.vocab_size // 4)))
-        drafter.lm_head.weight.data.mul_(24)  # logits that vary by about 14
+        drafter.lm_head.weight.data.mul_(24)  # gives logits a standard deviation of about 14
         drafter.attach(self.target.ends)
         return drafter.to(device=self.device, dtype=torch.bfloat16).eval().prepack()
 
     def bound_ms(self, drafter: Any = None, levels: int = 0) -> float | None:
-        """Weights and keys that a round must read, over the bandwidth."""
+        """A lower bound in ms: the weights, keys and values that a round must read, divided by the bandwidth."""
         config = self.model.config
         weights = sum(p.nbytes for p in self.model.parameters()) - self.model.get_input_embeddings().weight.nbytes
         head = config.hidden_size // config.num_attention_heads
@@ -141,7 +141,7 @@ class Bench:
 
 
 def accepting(probabilities: Sequence[float], device: torch.device) -> Callable[..., Acceptance]:
-    """A verdict in which a depth that is reached is accepted with its probability, where the tree is that deep."""
+    """A verdict that accepts each reached depth with its given probability, as far as the tree is that deep."""
     p_K = torch.tensor(probabilities, device=device, dtype=torch.float64)
 
     def choose(
@@ -153,7 +153,7 @@ def accepting(probabilities: Sequence[float], device: torch.device) -> Callable[
         leaf_B1 = depths_BR.masked_fill(depths_BR > depth_B1, -1).argmax(1, keepdim=True)
         path_BN = tree.rows().gather(1, leaf_B1[..., None].expand(-1, -1, depths_BR.shape[1]))[:, 0, 1:]
         R = depths_BR.shape[1]
-        up_BN = torch.where(path_BN, tree.parents_BN + 1, R)  # the target says what stands on the path
+        up_BN = torch.where(path_BN, tree.parents_BN + 1, R)  # the target says the tokens on the path
         return greedy(tree, F.pad(choice_BR, (0, 1)).scatter(1, up_BN, tree.tokens_BN)[:, :R])
 
     return choose

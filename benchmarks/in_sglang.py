@@ -4,19 +4,20 @@
         msgspec openai orjson partial-json-parser pybase64 sentencepiece starlette
     PYTHONPATH=DIR python benchmarks/in_sglang.py
 
-SGLang is no dependency: DIR is an empty folder, and the Python that of ``make install``. (0.5.23 asks for transformers 5.19; where another
-is installed, add that.) Its packages for CUDA, and those for pictures and sound, are imported but never called: modules without content
-stand in their place.
+SGLang is not a dependency: DIR is an empty folder, and the Python is that of ``make install``. (0.5.23 asks for transformers 5.19; if
+another version is installed, add it to the command.) Its packages for CUDA, images and audio are imported but never called, so empty
+modules replace them.
 
-Each drafter of KINDS has random weights and is saved for a small target, in fp32. SGLang then reads both folders (sglang_side.py): its
-``ModelConfig`` reads config.json; the class that is named there is built and takes the tensors by its own ``load_weights``; which layers of
-the target the drafter reads is found out by the functions of its server. Its target reads a text, its drafter guesses. Two things are ours:
-the attention over keys and values, which in a server depends on the device (torch's, over plain lists), and the order of the calls, which
-there are the workers'. Compared are the logits (and DSpark's confidence) with those of our drafter, which reads our target's states, over
-the true tokens: for every root at depth 1 and for some roots at every depth, or for some roots (block drafters, draft models).
+Each drafter of KINDS gets random weights and is saved, in fp32, for a small target. SGLang then reads both folders (sglang_side.py). Its
+``ModelConfig`` reads config.json. The class named there is built and loads the tensors by its own ``load_weights``. The functions of
+SGLang's server determine which target layers the drafter reads. Then SGLang's target reads a text and its drafter guesses. Two parts are
+ours: the attention over keys and values, which in a server depends on the device (here torch's), and the order of the calls, which in a
+server the workers make. The logits (and DSpark's confidence) are compared with those of our drafter, which reads our target's states.
+Both are fed the true tokens. EAGLE drafters are compared at every root for depth 1 and at some roots for all depths; block drafters and
+draft models at some roots.
 
 Writes benchmarks/results/in_sglang.json. ``unfilled``: parameters that no tensor of the folder or the target fills; ``unread``: tensors
-that change nothing. Ends with status 1 where any is unfilled, or where logits differ by more than 1e-5 of the largest.
+that change nothing. Exits with status 1 if any parameter is unfilled, or if logits differ by more than 1e-5 of the largest.
 """
 
 from __future__ import annotations
@@ -70,13 +71,13 @@ KINDS: dict[str, tuple[str, dict[str, Any], str]] = {  # name -> head, its setti
     "domino": ("domino", BLOCK | {"rank": 32, "gru": 96}, "tiny"),
     "draft_lm": ("draft_lm", {"config": DRAFT}, "tiny"),
 }
-ALGORITHMS = {"eagle": "EAGLE3", "eagle1": "EAGLE", "draft_lm": "STANDALONE", "dspark": "DSPARK"}  # of the others: DFLASH
+ALGORITHMS = {"eagle": "EAGLE3", "eagle1": "EAGLE", "draft_lm": "STANDALONE", "dspark": "DSPARK"}  # all others: DFLASH
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 QWEN3 = {"vocab_size": 4096, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 8, "num_attention_heads": 4, "head_dim": 48}
 
 
 def targets(place: Path) -> dict[str, Path]:
-    """assets/tiny; the same with another rope; a Qwen3 with random weights."""
+    """The targets: assets/tiny, the same with another rope, and a Qwen3 with random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     tiny, roped, qwen3 = ROOT / "assets" / "tiny", place / "roped", place / "qwen3"
@@ -92,7 +93,7 @@ def targets(place: Path) -> dict[str, Path]:
 
 
 def export(name: str, target: Target, folder: Path) -> Drafter:
-    """The drafter, loaded back from the folder that was written. No weight of it is special: there is noise on each."""
+    """Export a drafter and load it back. Noise is added to all weights, so that none keeps a special initial value such as 0."""
     head, settings, _ = KINDS[name]
     torch.manual_seed(0)
     drafter = hub.build(head, target.shape, **settings)
@@ -107,7 +108,7 @@ def export(name: str, target: Target, folder: Path) -> Drafter:
 
 @torch.no_grad()
 def ours(drafter: Drafter, target: Target, text: Tensor) -> list[Tensor]:
-    """The logits of every depth, [roots, vocabulary] each, with the confidence as one column more where there is one."""
+    """Our logits per depth, each [roots, vocabulary]. A drafter with a confidence has it as one more column."""
     places = torch.arange(TOKENS)[None]
     states, _ = target.read(text[None, :-1], places, drafter.taps)
     drafts = unroll(drafter, Roots(text[None, :-1], text[None, 1:], states, places), None, drafter.max_depth or DEPTH)
@@ -117,10 +118,10 @@ def ours(drafter: Drafter, target: Target, text: Tensor) -> list[Tensor]:
 
 
 def compare(sglang: Sglang, name: str, served: Path, folder: Path) -> dict[str, Any]:
-    """The entry of one kind of drafter. ``served``: the folder of the target; ``folder``: for the drafter's."""
+    """The result for one kind of drafter. ``served``: the target's folder; ``folder``: where the drafter is exported to."""
     target = Target.load(str(served), dtype="float32", device="cpu")
     drafter, algorithm = export(name, target, folder), ALGORITHMS.get(KINDS[name][0], "DFLASH")
-    if algorithm == "EAGLE":  # as the card says
+    if algorithm == "EAGLE":  # as the exported model card says
         path = folder / "config.json"
         put_text(path, path.read_text().replace(f'"{ARCHITECTURES[0]}"', f'"{ARCHITECTURES[1]}"'))
     text = torch.randint(3, 4000, (TOKENS + 1,), generator=torch.Generator().manual_seed(1))
@@ -151,7 +152,7 @@ def compare(sglang: Sglang, name: str, served: Path, folder: Path) -> dict[str, 
         "compared": len(pairs),
         "depths": max(d for _, d in theirs),
         "largest_logit": max(b[b.isfinite()].abs().max().item() for _, b in pairs),
-        "largest_difference": max(torch.where(a == b, 0.0, (a - b).abs()).max().item() for a, b in pairs),  # -inf is -inf
+        "largest_difference": max(torch.where(a == b, 0.0, (a - b).abs()).max().item() for a, b in pairs),  # equal infinities do not differ
     }
 
 

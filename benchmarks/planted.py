@@ -23,7 +23,7 @@ from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
 
 NODES = (1, 2, 4, 8, 12, 16)
-# What is tried on prompts of its own, of both sides; the fastest of each is measured.
+# Settings of both sides. They are tried on separate prompts; the fastest of each side is then measured.
 TREES = [
     TreePolicy("chain", depth=3),
     TreePolicy("dynamic", depth=3, nodes=8, branch=3, expand=2),
@@ -41,7 +41,7 @@ ASSISTED: list[dict[str, Any]] = [
 DEFAULT = {"num_assistant_tokens": 20, "num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.4}
 
 
-DIAL = 0.05  # an acceptance near 0.6; the fewer guesses are right, the more a tree gains over a chain
+DIAL = 0.05  # gives an acceptance near 0.6; the lower it is, the more a tree gains over a chain
 
 
 SHAPE = {"vocab_size": 16000, "hidden_size": 768, "intermediate_size": 1792, "num_hidden_layers": 16, "num_attention_heads": 12}
@@ -49,7 +49,7 @@ NEW_TOKENS = 64
 
 
 def open_pair() -> tuple[Any, Any]:
-    """Twice the same target with its drafter: as transformers has them, and prepacked."""
+    """The same target and drafter twice: as transformers loads them, and prepacked."""
     from transformers import LlamaConfig
 
     config = LlamaConfig(max_position_embeddings=1024, **SHAPE)
@@ -152,7 +152,7 @@ class Round:
 
 
 class Watch:
-    """The rounds of ``generate`` as they run, but for the first of each prompt, in which the drafter reads it; of the fastest run."""
+    """Records the rounds of ``generate``, without the first of each prompt, which reads the prompt. Keeps the fastest run."""
 
     def __init__(self, target: Target, drafter: Any) -> None:
         self.target, self.readers = target, {"target": target.reader, "drafter": drafter.reader}
@@ -175,12 +175,12 @@ class Watch:
 
         def end(tokens: list[int]) -> None:
             ends.append(time.perf_counter())
-            if len(ends) > 2:  # the prompt's pass and the first round are behind us
+            if len(ends) > 2:  # without the prompt's pass and the first round
                 rounds.append(Round(rows["target"][-1] - 1, len(rows["drafter"]), len(tokens), ends[-1] - ends[-2]))
             rows["drafter"].clear()
 
         for name, reader in self.readers.items():
-            reader.read = counted(name, reader.read)  # in the place of its method, for as long as this run takes
+            reader.read = counted(name, reader.read)  # replaces its method during this run
         try:
             made = generate(self.target, proposer, prompt, new_tokens=new_tokens, policy=policy, on_tokens=end)
         finally:
@@ -192,8 +192,8 @@ class Watch:
 
 
 class Costs:
-    """Seconds of a plain step, of the verification of trees, and of one level of drafting: in turn on the same contexts, the
-    fastest of each context.
+    """Seconds of a plain step, of verifying trees, and of one level of drafting. They take turns on the same contexts; the fastest
+    time per context counts.
     """
 
     def __init__(self, target: Target, drafter: Drafter, policy: TreePolicy) -> None:
@@ -246,7 +246,7 @@ class Costs:
 
 @torch.no_grad()
 def agreement(lm: Any, prompts: Sequence[Sequence[int]], said: Sequence[Generation]) -> float:
-    """How often the assistant's likeliest token is the one that plain decoding said, fed with true tokens."""
+    """The share of tokens of plain decoding that are the assistant's likeliest token, fed with the true tokens."""
     same: list[bool] = []
     for prompt, run in zip(prompts, said, strict=True):
         choice_T = lm(torch.tensor([[*prompt, *run.tokens]])).logits[0, len(prompt) - 1 : -1].argmax(-1)

@@ -1,19 +1,19 @@
-"""What is chosen when a model is loaded for decoding on a CPU, beside every alternative: orders of matrices, dtypes of keys, layers.
+"""Compares what loading a model for CPU decoding chooses with all alternatives: matrix orders, dtypes of keys, forms of layers.
 
     python benchmarks/prepack.py        # some minutes; writes benchmarks/results/prepack.json
     python benchmarks/prepack.py --quick --out FILE
 
-heads/orders.py multiplies by a matrix in all orders for some milliseconds at loading and keeps the one that is fastest. Here the same
-products once more and for longer, with as many copies of each matrix as exceed the caches, so that they come from memory as in a decoding
-step; in turn, of several rounds the fastest.
+At loading, heads/orders.py times the product with a matrix in all orders for some milliseconds and keeps the fastest. Here the same
+products are measured for longer, on so many copies of each matrix that they exceed the caches, as in a decoding step. The ways take
+turns; the fastest of several rounds counts.
 
-- ``products``: microseconds of one product of so many rows: ``linear`` and ``mm`` (torch, dense), ``onednn`` and ``panels`` (of
-  heads/native.cpp; absent without a compiler), and ``chosen``, which is what decoding calls; ``choice`` says which order that is,
-  ``ratio`` how many times as fast as torch's dense one the chosen is, ``over_best`` its time over the fastest of all.
-- ``attention``: rows over 512 kept ones, keys and values in the model's own dtype and in fp32; which of them is chosen.
-- ``passes``: milliseconds of a pass of so many rows with its arg-max: transformers' modules as they are, the same prepacked, as
-  heads/lean.py has them without heads/native.cpp (``operations``; before, as TorchScript: ``scripts``), and with it: the doors to decoding
-  take these (``lean``).
+- ``products``: microseconds of one product, by the number of rows: ``linear`` and ``mm`` (torch, dense), ``onednn`` and ``panels`` (of
+  heads/native.cpp; absent without a compiler), and ``chosen``, which decoding calls. ``choice`` names that order, ``ratio`` is the
+  speed-up of the chosen order over torch's dense one, and ``over_best`` its time divided by the fastest time of all.
+- ``attention``: attention over 512 kept rows, with keys and values in the model's dtype and in fp32, and which of the two is chosen.
+- ``passes``: milliseconds of a pass with its arg-max, by the number of rows: transformers' modules, the same prepacked, the layers of
+  heads/lean.py without heads/native.cpp (``operations``; in older results ``scripts``, as TorchScript), and with it (``lean``), which
+  decoding uses.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MATRICES = {  # [V, H]
     "tiny: mlp": (448, 160), "tiny: head": (4096, 160), "128M: attention": (768, 768), "128M: mlp": (1792, 768),
     "128M: head": (16000, 768), "1B: attention": (2048, 2048), "1B: mlp": (8192, 2048),
 }  # fmt: skip
-HEADS = {"128M": (12, 12, 64), "1B": (32, 8, 64)}  # of queries, of keys, their size
+HEADS = {"128M": (12, 12, 64), "1B": (32, 8, 64)}  # heads of queries, heads of keys, head size
 ROWS = (1, 2, 4, 8, 16, 512)
 KEPT = 512  # rows that attention reads
 BYTES = 128 << 20  # of all copies of a matrix
@@ -54,9 +54,9 @@ Calls = dict[str, Callable[[], object]]
 
 
 def fastest(calls: Calls, rounds: int) -> dict[str, float]:
-    """Seconds."""
+    """The fastest time in seconds."""
     found = dict.fromkeys(calls, float("inf"))
-    for _ in range(rounds + 1):  # the first calls are slow
+    for _ in range(rounds + 1):  # the first calls warm up
         for name, call in calls.items():
             start = time.perf_counter()
             call()
@@ -65,7 +65,7 @@ def fastest(calls: Calls, rounds: int) -> dict[str, float]:
 
 
 def ways(x_NH: Tensor, dense: list[Tensor], packed: dict[str, list[Tensor]], chosen: Sequence[Callable[[Tensor], Tensor]]) -> Calls:
-    """Of multiplying all these matrices, which are the same ones, by x."""
+    """The ways to multiply x by all these matrices, which are copies of one matrix."""
     turned, x_1NH = [matrix.t() for matrix in dense], x_NH[None]
     packs = {order: lambda some=some: [orders.packed_product(x_NH, each, None) for each in some] for order, some in packed.items()}
     return {
@@ -104,7 +104,7 @@ def products(size: tuple[int, int], dtype: torch.dtype, rows: Sequence[int], rou
 
 @torch.inference_mode()
 def attention(sizes: tuple[int, int, int], dtype: torch.dtype, rows: Sequence[int], rounds: int) -> dict[str, Any]:
-    """Microseconds of attention over one layer's keys, which come from memory."""
+    """Microseconds of attention over one layer's keys, read from memory and not from caches."""
     heads, kv_heads, head_dim = sizes
     found: dict[str, Any] = {"choice": str(orders.memory_dtype(dtype, *sizes) or dtype)[6:]}
     copies = BYTES // (2 * KEPT * kv_heads * head_dim * 4)
@@ -123,7 +123,7 @@ def attention(sizes: tuple[int, int, int], dtype: torch.dtype, rows: Sequence[in
 
 @torch.inference_mode()
 def passes(targets: dict[str, Target], rows: Sequence[int], rounds: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of a pass of so many rows behind 64 kept ones."""
+    """Milliseconds of a pass after 64 kept rows, by the number of rows."""
     contexts = {name: Context(target, (), 64 + max(rows)) for name, target in targets.items()}
     for name, context in contexts.items():
         context.read_prompt(torch.arange(64) % targets[name].shape.vocab_size)
@@ -143,7 +143,7 @@ def passes(targets: dict[str, Target], rows: Sequence[int], rounds: int) -> dict
 
 
 def forms(opened: Callable[[], Target]) -> dict[str, Target]:
-    """A target as transformers has it, the same prepacked, and lean, without and with the library."""
+    """A target as transformers loads it, prepacked, and lean: without and with the native library."""
     packed = opened().prepack()
     packed.reader.lean = None
     with mock.patch.object(native, "library", return_value=None), mock.patch.object(orders, "TIMES", {}):

@@ -1,4 +1,4 @@
-"""How a GPU is measured: parts in processes of their own, a JSON line per measurement as soon as it is made."""
+"""Runs GPU measurements: each part in its own process, one JSON line per measurement as soon as it is made."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.gpu import Bench
 from headstart.inference.provenance import machine, provenance
 
 Row = tuple[str, Callable[[], dict[str, Any]]]
-Part = tuple[int, Callable[[Bench], Iterator[Row]]]  # seconds at most, and its rows
+Part = tuple[int, Callable[[Bench], Iterator[Row]]]  # time limit in seconds, and the part's rows
 
 
 def write(out: Path | None, row: str, found: dict[str, Any]) -> None:
@@ -40,7 +40,7 @@ def run_part(name: str, rows: Callable[[Bench], Iterator[Row]], smoke: bool, out
         try:
             found = measure()
         except Exception as e:
-            traceback.print_exc()  # where it failed is for standard error
+            traceback.print_exc()  # the traceback goes to standard error
             why = e.__cause__ or e
             found = {"error": f"{type(why).__name__}: {why}"[:2000]}
         write(out, row, found | {"seconds": time.perf_counter() - start})

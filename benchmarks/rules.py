@@ -1,15 +1,16 @@
-"""How many guesses are accepted: above temperature 0 by the shape of the tree and the rule that verifies it, at 0 by the ranking of nodes.
+"""Accepted lengths: above temperature 0 per tree shape and verification rule, at temperature 0 per ranking of nodes.
 
     python benchmarks/rules.py     # of assets/tiny_eagle: some minutes
     python benchmarks/rules.py --speculator runs/eagle-tiny-stdlib/speculator --out FILE.json
 
 Writes benchmarks/results/rules.json. ``rows``: for each temperature, shape and rule the accepted length (tokens per target pass, the
-target's own counted), its standard error over the prompts (by the jackknife), and the rounds that it was counted in. The prompts and
-seeds are the same for all. ``traversal_over_dynamic``: the tree of decode=auto from temperature 0.5 on (a caterpillar verified by
-``traversal``) over the dynamic tree of as many nodes, at temperature 1.
+target's own token included), its standard error over the prompts (jackknife), and the number of rounds. Prompts and seeds are the same
+for all. ``traversal_over_dynamic``: at temperature 1, the tree of decode=auto from temperature 0.5 on (a caterpillar verified by
+``traversal``) over the dynamic tree with the same number of nodes.
 
-``ranking``: at temperature 0 the dynamic tree whose nodes are ranked by the draft probabilities to the power of ``factor``, normalised
-(1: as they are; the default is ``sampling.SHARPER``), with ``least`` and without. Texts of 16 tokens, because tiny's longer ones repeat.
+``ranking``: at temperature 0, dynamic trees whose nodes are ranked by the normalised draft probabilities to the power of ``factor``
+(1: unchanged; the default is ``sampling.SHARPER``), with ``least`` and without. Texts have 16 tokens, because tiny repeats itself in
+longer ones.
 """
 
 from __future__ import annotations

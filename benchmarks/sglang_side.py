@@ -1,4 +1,4 @@
-"""SGLang's model classes in this process, without its server: on a CPU, in fp32, for one sequence. See in_sglang.py."""
+"""Runs SGLang's model classes in this process without its server: on a CPU, in fp32, for one sequence. See in_sglang.py."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from torch import Tensor
 
 ABSENT = ("sgl_kernel", "flashinfer", "torchvision", "torchaudio", "torchcodec", "decord")  # imported, never called
 MODULES = ("llama", "qwen3", "llama_eagle", "llama_eagle3", "dflash", "dspark")  # of sglang.srt.models
-Found = dict[tuple[int, int], Tensor]  # (root, depth) -> what is guessed there
+Found = dict[tuple[int, int], Tensor]  # (root, depth) -> the logits of that guess
 
 
 class Absent:
-    """Finds the packages of ABSENT, as modules in which every name exists."""
+    """Imports the packages of ABSENT as empty modules in which every name exists."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in ABSENT else None  # type: ignore[arg-type]
@@ -37,7 +37,7 @@ class Absent:
 
 
 class Attention:
-    """In the place of SGLang's attention backends: keys and values of one sequence, in order of positions."""
+    """Replaces SGLang's attention backends. It keeps the keys and values of one sequence, in order of positions."""
 
     def __init__(self) -> None:
         self.rows: dict[int, tuple[Tensor, Tensor]] = {}
@@ -63,14 +63,14 @@ class Attention:
 
 
 class Sglang:
-    """``target``: the folder that it is told to serve. ``place``: an empty folder of this process."""
+    """SGLang, set up to serve the folder ``target``. ``place``: an empty folder for this process alone."""
 
     def __init__(self, target: Path, place: Path) -> None:
         from transformers.utils import import_utils
 
         for name, known in inspect.getmembers(import_utils, inspect.isfunction):
             if name.startswith("is_") and name.endswith("_available") and not inspect.signature(known).parameters:
-                known()  # transformers remembers what is really there, before ABSENT seems to be
+                known()  # lets transformers find out which packages exist before ABSENT pretends that more do
         sys.meta_path.append(Absent())
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
         os.environ["SGLANG_RAGGED_VERIFY_MODE"] = "compact"  # the default leaves DSpark's confidence out
@@ -88,13 +88,13 @@ class Sglang:
         self.classes = {cls.__name__: cls for entry in entries for cls in (entry if isinstance(entry, list) else [entry])}
 
     def config(self, folder: Path, draft: bool = True) -> Any:
-        """As its server reads a folder's config.json. (It remembers it: no other folder may take the place of one that was read.)"""
+        """A folder's config.json as SGLang's server reads it. (SGLang caches it: never reuse the path of a folder that was read.)"""
         from sglang.srt.configs.model_config import ModelConfig
 
         return ModelConfig.from_server_args(self.args, model_path=str(folder), is_draft_model=draft)
 
     def load(self, folder: Path, tensors: dict[str, Tensor], draft: bool = True) -> Any:
-        """The model that config.json names, with these tensors. What they do not fill is NaN."""
+        """Build the model that config.json names and load these tensors. Parameters that they do not fill are NaN."""
         config = self.config(folder, draft).hf_config
         model = self.classes[config.architectures[0]](config)
         for parameter in model.parameters():
@@ -103,7 +103,7 @@ class Sglang:
         return model.eval()
 
     def capture(self, target: Any, folder: Path, served: Path, algorithm: str) -> list[int]:
-        """Let ``target`` give the layers that its server finds out for the drafter in ``folder``. Returns them as SGLang counts."""
+        """Make ``target`` return the layers that the drafter in ``folder`` reads, as SGLang's server determines. Returns their indices (SGLang's)."""
         from sglang.srt.model_executor.model_runner_components.attention_backend_setup import configure_aux_hidden_state_capture
         from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state import resolve_spec_aux_hidden_state_config
         from sglang.srt.runtime_context import get_context
@@ -118,7 +118,7 @@ class Sglang:
         return list(target.model.layers_to_capture)
 
     def read(self, model: Any, attention: Attention, tokens: Tensor, first: int, states: Tensor | None = None, **more: Any) -> Any:
-        """``tokens``, the first of them at position ``first``: the logits and the states of all."""
+        """Read ``tokens``, the first at position ``first``. Returns the logits and the states of all of them."""
         from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
         from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
@@ -132,7 +132,7 @@ class Sglang:
             return model(tokens, places, batch, **more)
 
     def unread(self, folder: Path, tensors: dict[str, Tensor]) -> list[str]:
-        """The tensors that change nothing in the model."""
+        """The tensors that the model does not use: changing them changes nothing."""
 
         def content(tensors: dict[str, Tensor]) -> list[Any]:
             model = self.load(folder, tensors)
@@ -143,7 +143,7 @@ class Sglang:
         return sorted(name for name in tensors if content(tensors | {name: other[name]}) == own)
 
     def share(self, model: Any, target: Any, algorithm: str) -> None:
-        """What the workers let a drafter have of the target."""
+        """Give the drafter the target's modules, as SGLang's workers do."""
         embed, head = target.get_embed_and_head()
         if algorithm == "EAGLE3":
             model.set_embed(embed)
@@ -153,7 +153,7 @@ class Sglang:
             model.attach_shared_modules(embed_tokens=target.model.embed_tokens, lm_head=target.lm_head)
 
     def autoregressive(self, model: Any, text: Tensor, states: Tensor, roots: Sequence[int], depth: int) -> Found:
-        """EAGLE: every root at depth 1, ``roots`` (descending) at all. A depth reads the state of the one before."""
+        """EAGLE: depth 1 at every root, all depths at ``roots`` (descending). Each depth reads the state of the depth before."""
         attention = Attention()
         begun = self.read(model, attention, text[1:], 0, states)
         found = {(t, 1): logits for t, logits in enumerate(begun.next_token_logits)}
@@ -166,12 +166,12 @@ class Sglang:
         return found
 
     def independent(self, model: Any, text: Tensor, roots: Sequence[int], depth: int) -> Found:
-        """A language model of its own reads the text alone."""
+        """A draft model: it reads only the text."""
         logits = self.read(model, Attention(), text, 0).next_token_logits
         return {(t, d): logits[t + d] for t in roots for d in range(1, depth + 1)}
 
     def blocks(self, model: Any, target: Any, text: Tensor, states: Tensor, roots: Sequence[int]) -> Found:
-        """DFlash and its kin: the target's states become keys and values, then the block of a root (descending) is filled."""
+        """Block drafters: the target's states become keys and values, then the block of each root (descending) is filled."""
         from sglang.srt.speculative.dspark_components.dspark_config import resolve_runtime_config
 
         embed, head = target.get_embed_and_head()
@@ -189,7 +189,7 @@ class Sglang:
             attention.cut(t + 1)
             ids = torch.cat([text[t + 1 : t + 2], torch.full((size - 1,), mask)])
             slots = self.read(model, attention, ids, t + 1, input_embeds=embed[ids]).hidden_states
-            before = text[t + 1 : t + 1 + size]  # the true tokens: the anchor, then one less than is guessed
+            before = text[t + 1 : t + 1 + size]  # the true tokens before each guess, from the anchor on
             if markov is not None:
                 guesses = model.compute_base_logits(slots)[0] + markov.step_bias(before, hidden_states=None, state=None)[0]
                 sure = model.confidence_head(slots, markov.get_prev_embeddings(before))
@@ -205,26 +205,26 @@ class Sglang:
         return found
 
     def selected(self, model: Any, head: Tensor, slots: Tensor, before: Tensor) -> Tensor:
-        """DFlash 2's logits after these tokens, [block - 1, vocabulary], -inf where a token is no candidate."""
+        """DFlash 2's logits after these tokens, [block - 1, vocabulary], -inf for tokens that are not candidates."""
         logits = slots @ head.T
         ids = logits.topk(model.candidate_selector.top_k).indices
         unary = model._transform_unary_logits(logits.gather(1, ids))
         rows = torch.full_like(logits, -torch.inf)
-        for e in range(len(ids)):  # a slot at a time, each behind its own anchor
+        for e in range(len(ids)):  # one slot at a time, each after its own anchor
             slot = slice(e, e + 1)
             states = {"candidate_ids": ids[None, slot], "unary_logits": unary[None, slot], "hidden_states": slots[None, slot]}
             rows[e, ids[e]] = model.candidate_selector.build_lattice(**states, anchor_token_ids=before[slot])[0, 0, 0]
         return rows
 
     def corrected(self, model: Any, target: Any, slots: Tensor, before: Tensor) -> Tensor:
-        """Domino's logits after these tokens, [block - 1, vocabulary]: SGLang does not ask for the deepest."""
+        """Domino's logits after these tokens, [block - 1, vocabulary]: SGLang does not use the last slot."""
         embed, head = target.get_embed_and_head()
         read = model.prefix_gru(embed[before][None])[0][0]
         fix = model.embed_proj(torch.cat([slots, read], dim=-1))
         return (slots @ head.T + torch.cat([torch.zeros_like(fix[:1]), fix[1:]]))[:-1]
 
     def check_walk(self, model: Any, target: Any, slots: Tensor, anchor: Tensor) -> None:
-        """SGLang's walk through a Domino block gives tokens alone. Raises RuntimeError where ``corrected`` would have taken others."""
+        """SGLang's loop over a Domino block returns only tokens. Raises RuntimeError if the argmax of ``corrected`` differs from them."""
         from sglang.srt.speculative.domino_utils import domino_greedy_rollout
 
         modules = {"target_embedding": target.model.embed_tokens, "prefix_gru": model.prefix_gru, "embed_proj": model.embed_proj}

@@ -1,12 +1,11 @@
-"""Does the server stay right and small? Thousands of requests of mixed lengths through a real `serve` process on the tiny target.
+"""Does the server stay correct, and its memory constant? Sends thousands of mixed requests to a real `serve` process on the tiny target.
 
     python benchmarks/soak.py [SPECULATOR] [--requests 2000]
 
-Eight clients at once, more than the server has rows: most want greedy answers, which are compared with plain decoding token
-for token; others sample, leave in the middle of a stream or while they wait, or send what is no request. Without a drafter,
-then with the exported folder SPECULATOR. Memory is the server's own: the median of samples after a tenth of the requests and
-up to a third of them, and that of the last fifth.
-Writes benchmarks/results/soak.json (--out); exit status 1 where anything was wrong.
+Eight clients run at once, more than the server has rows. Most ask for greedy answers, which are compared with plain decoding token by
+token. Others sample, disconnect during a stream or while they wait, or send malformed requests. This runs without a drafter, then with
+the exported folder SPECULATOR. Memory is that of the server process: the median between a tenth and a third of the requests is compared
+with that of the last fifth. Writes benchmarks/results/soak.json (--out); exit status 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.frame import ROOT, keep, parser
 
 CLIENTS, ROWS, TEXTS, CONTEXT = 8, 6, 100, 1024
-SAMPLES = 30  # of memory
-GROWTH = 0.02  # of the memory after warm-up: more is a leak
+SAMPLES = 30  # samples of memory
+GROWTH = 0.02  # as a share of the memory after warm-up; more counts as a leak
 KINDS = {"greedy": 0.35, "greedy_stream": 0.35, "sampled": 0.1, "leaves": 0.15, "bad": 0.05}
 BAD: list[dict[str, Any]] = [
     {"prompt": ""}, {"prompt": [1, 2], "max_tokens": CONTEXT}, {"prompt": "a", "temperature": "hot"}, {"prompt": "a", "beams": 3}, {},
@@ -44,7 +43,7 @@ BAD: list[dict[str, Any]] = [
 
 
 def prompts(tokenizer: Any) -> list[tuple[list[int], int]]:
-    """Cuts of Python source of 1 to 600 tokens, and how many to add to each, 1 to 200."""
+    """Prompts: pieces of Python source of 1 to 600 tokens, each with the number of new tokens to ask for, 1 to 200."""
     dice = random.Random(0)
     tokens = tokenizer("".join(inspect.getsource(m) for m in (argparse, inspect, json, random)), verbose=False)["input_ids"]
     made = []
@@ -55,7 +54,7 @@ def prompts(tokenizer: Any) -> list[tuple[list[int], int]]:
 
 
 async def ask(http: aiohttp.ClientSession, url: str, kind: str, number: int, texts: list[Any], truth: list[list[int]]) -> str:
-    """What was seen: "right", or something else."""
+    """Send a request. Returns what was seen: "right", or something else."""
     dice = random.Random(number)
     which = dice.randrange(len(texts))
     prompt, new = texts[which]
@@ -111,7 +110,7 @@ async def load(base: str, server: psutil.Process, requests: int, texts: list[Any
 
         await asyncio.gather(*(one() for _ in range(CLIENTS)))
         seconds = time.perf_counter() - began
-        for _ in range(100):  # a round may be under way for a client that left
+        for _ in range(100):  # a round for a client that left may still run
             end = await figures(http, base)
             if end["requests_running"] == end["requests_waiting"] == 0 and end["rows_free"] == ROWS:
                 break

@@ -1,15 +1,16 @@
-"""What it costs to store a target's states in 8 bits: accepted length and bytes, beside bf16.
+"""What storing a target's states in 8 bits costs: accepted length and bytes, compared with bf16.
 
     python benchmarks/states.py            # about 9 minutes on one thread; writes benchmarks/results/states.json
 
-What the shipped target says of so many rows of the standard library is captured as bf16, fp8 and int8 (as `python -m data storage=...`
-does). The same drafter is then trained from each, on the same rows in the same order from the same first weights, and its
-exported folder decodes held-out prompts: chains of 6, at temperature 0, and at 1 by block verification. A run that was cut off goes on
-with the same command (``--scratch``).
+The shipped target's states over the same rows of the standard library are captured as bf16, fp8 and int8 (as `python -m data storage=...`
+does). From each capture the same drafter is trained, with equal rows, order and initial weights. Its exported folder decodes held-out
+prompts by chains of 6 guesses, at temperature 0, and at 1 by block verification. The same command (``--scratch``) continues an
+interrupted run.
 
-- ``rows``: by storage, ``bytes_per_token`` (of the files, headers and held-out rows too), the mean error of each state, ``accepted_t0``,
-  ``accepted_t1``, ``expected`` (of held-out rows, teacher-forced, by the trainer: far more tokens than are decoded), and each over bf16.
-- ``another seed``: bf16 again, with other first weights and another order of rows: what differs without any difference in storage.
+- ``rows``: per storage ``bytes_per_token`` (of the files, with headers and held-out rows), the mean error of the states, the accepted
+  lengths ``accepted_t0`` and ``accepted_t1``, the expected length ``expected`` (the trainer's, teacher-forced, over far more held-out
+  tokens than are decoded), and the ratio of each to bf16.
+- ``another seed``: bf16 again with another seed (initial weights and order of rows): the difference that chance alone makes.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ from headstart.inference.speculator import open_speculator
 from headstart.trainers.metrics import read_metrics
 from headstart.trainers.run import run
 
-BATCH, LENGTH = 4, 512  # rows of a step
+BATCH, LENGTH = 4, 512  # rows of a step, tokens of a row
 POLICY = TreePolicy(kind="chain", depth=6)
 CONTROL = "another seed"
 
 
 def captured(scratch: Path, steps: int) -> dict[str, Shards]:
-    """Folders of the same rows, by storage."""
+    """Storage -> the folder of the captured rows, the same rows for each."""
     folders = {name: scratch / f"shards-{name}" for name in STORAGES}
     target = open_target(settings("config")["target"])
     head = {k: v for k, v in settings("config")["head"].items() if k not in ("name", "draft_vocab")}
@@ -62,7 +63,7 @@ def captured(scratch: Path, steps: int) -> dict[str, Shards]:
 
 
 def train(scratch: Path, name: str, shards: Shards, steps: int, seed: int) -> Path:
-    """The exported folder of a drafter, trained from there."""
+    """Train a drafter from a capture. Returns its exported folder."""
     out = scratch / f"run-{name.replace(' ', '-')}"
     how = ["data=shards", f"path={shards.folder}", f"trainer.steps={steps}", f"trainer.seed={seed}", "trainer.precision=fp32"]
     how += [

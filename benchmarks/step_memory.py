@@ -2,11 +2,11 @@
 
     python benchmarks/step_memory.py            # writes benchmarks/results/step_memory.json
 
-- ``attention_ratio``: peak of the attention part of a training step (what is between the projections, all depths, forward and backward)
-  against the way it was before: keys and values repeated for all query heads at every depth anew. Each in a process of its own; the peak
-  is the largest resident size the system saw less that before, when queries, keys and values are there already.
-- ``prompt_16k_mb``: peak of a prompt that a drafter of the width of Llama-3-8B reads in bf16; what it remembers of it is counted, weights
-  and the target's states are not. ``whole``: in one pass, as before.
+- ``attention_ratio``: peak memory of the attention in a training step (between the projections, all depths, forward and backward)
+  relative to the former way, which repeated keys and values for all query heads at every depth. Each is measured in its own process.
+  The peak is the largest resident size minus that before the step, when queries, keys and values already exist.
+- ``prompt_16k_mb``: peak memory while a drafter as wide as Llama-3-8B reads a prompt in bf16. Its memory of the prompt counts; weights
+  and the target's states do not. ``whole``: in one pass, the former way.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from headstart.inference.provenance import machine, provenance
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 HEADS, KV_HEADS, HEAD_DIM = 32, 4, 128
-MAPPED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}  # what is freed is gone at once: peaks repeat to the page
+MAPPED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}  # frees at once: peaks are reproducible
 
 
 class Repeated(torch.autograd.Function):
-    """Before: every head has keys and values of its own, copied and saved at every depth; scores are computed again in the backward."""
+    """The former way: keys and values copied for every head and saved at every depth; the backward pass recomputes the scores."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, *kv: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def as_before() -> Iterator[None]:
 
 
 def attention_part(tokens: int, depth: int, dtype: torch.dtype) -> tuple[Callable[[], None], list[Tensor]]:
-    """(forward and backward of the attention alone, what it is given: queries, keys, values of every depth)."""
+    """Returns the attention's forward and backward pass as a function, and its inputs: queries, keys and values of every depth."""
     g, rope = torch.Generator().manual_seed(0), Rope(ROPE, HEAD_DIM, 2 * tokens)
     cos_sin = rope(torch.arange(tokens)[None])
 
@@ -105,9 +105,9 @@ def attention_part(tokens: int, depth: int, dtype: torch.dtype) -> tuple[Callabl
 
 
 def peak(run: Callable[[], Any]) -> float:
-    """MB that it takes beside what is there (Linux)."""
+    """The peak in MB above the resident size before the call (Linux)."""
     before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the largest resident size so far is forgotten
+    Path("/proc/self/clear_refs").write_text("5")  # resets the largest resident size
     run()
     return (resident("VmHWM") - before) / 1e6
 
@@ -115,7 +115,7 @@ def peak(run: Callable[[], Any]) -> float:
 def attention_mb(variant: str, tokens: int, depth: int) -> float:
     attention_part(16, 2, torch.float32)[0]()  # loads what the first call loads
     step, leaves = attention_part(tokens, depth, torch.float32)
-    for leaf in leaves:  # in a step the projections take their gradients at once
+    for leaf in leaves:  # in a step the projections consume these gradients at once
         leaf.register_post_accumulate_grad_hook(lambda x: setattr(x, "grad", None))
     if variant == "ours":
         return peak(step)

@@ -1,13 +1,13 @@
-"""Training's attention and loss in C++ on a CPU, beside torch's.
+"""Compares the C++ attention and loss of CPU training with torch's.
 
     python benchmarks/training_kernels.py            # two minutes; writes benchmarks/results/training_kernels.json
 
-Causal attention of packed rows, forward and with its gradients, beside torch's own flash attention for CPUs; the loss of draft logits (KL,
-its gradient and the acceptance), beside the same in torch's operations, with the products that both need. Both sides in turn, of
-``--repeats`` the fastest; a ratio is ours over torch's.
+Causal attention over packed rows, forward and backward, is compared with torch's flash attention for CPUs. The loss of draft logits (KL,
+its gradient and the acceptance, including the matrix products) is compared with the same in torch's operations. Both sides take turns;
+the fastest of ``--repeats`` counts. Ratios are our time over torch's.
 
-- ``attention``: per shape ``forward``, ``backward`` (milliseconds, ours and torch's, and the ratio)
-- ``loss``: per vocabulary the same
+- ``attention``: per shape, ``forward`` and ``backward``: milliseconds of ours and torch's, and the ratio
+- ``loss``: the same per vocabulary size
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def beside(ours: Callable[[], Any], theirs: Callable[[], Any], repeats: int) -> dict[str, float]:
-    """Milliseconds of both, and how many times the other's ours takes."""
+    """Milliseconds of both, and the ratio of our time to the other's."""
     took: dict[str, list[float]] = {"ours": [], "torch": []}
     for repeat in range(repeats + 1):
         for name, run in (("ours", ours), ("torch", theirs)):
             start = time.perf_counter()
             run()
-            if repeat:  # the first time is for the caches
+            if repeat:  # the first run warms up
                 took[name].append(1000 * (time.perf_counter() - start))
     found = {name: min(some) for name, some in took.items()}
     return found | {"ratio": found["ours"] / found["torch"]}

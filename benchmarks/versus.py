@@ -1,8 +1,8 @@
-"""One sequence at a time, ours beside vLLM's CPU build and transformers' ``generate``: every side in turn on every prompt. See decode.py.
+"""Single sequences: ours against vLLM's CPU build and transformers' ``generate``, which take turns on every prompt. See decode.py.
 
-Four comparisons with vLLM, plain and drafted, of the tiny target and of the planted pair, each with all of vLLM's settings at once: as
-modules and compiled, with the OpenMP that it is installed with and with Intel's (where its environment has that), drafted by chains of
-3, 5 and 7. All of them guess with the same weights. And one without vLLM, above temperature 0.
+Four comparisons are with vLLM: plain and drafted decoding, of the tiny target and of the planted pair. Each includes all of vLLM's
+settings: as modules and compiled, with its own OpenMP and with Intel's (if its environment has that), drafted by chains of 3, 5 and 7.
+All drafters have the same weights. A fifth comparison, above temperature 0, is without vLLM.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from headstart.inference.reports.tune import tune
 from headstart.inference.settings import open_decode
 from headstart.inference.speculator import open_speculator
 
-CHAINS = (3, 5, 7)  # guesses of vLLM's
-REST = 0.05  # seconds after which the threads of an engine that has answered sleep
+CHAINS = (3, 5, 7)  # numbers of guesses for vLLM
+REST = 0.05  # seconds until the threads of an engine sleep after an answer
 INTEL = ", Intel's OpenMP"
-Engines = dict[str, dict[str, Any]]  # by name the arguments of ``vllm.LLM``
+Engines = dict[str, dict[str, Any]]  # name -> the arguments of ``vllm.LLM``
 Entry = dict[str, Any]
 
 
 class Asked(NamedTuple):
-    """Of every side."""
+    """What every side is asked."""
 
     prompts: Sequence[Sequence[int]]
     new_tokens: int
@@ -46,7 +46,7 @@ class Asked(NamedTuple):
 
 
 def measure(speculator: Path, python: str | None, threads: int, quick: bool) -> Iterator[dict[str, Any]]:
-    """Keys of the result, comparison by comparison. ``python``: of vLLM's environment; without it what it is compared in is None."""
+    """Yield the keys of the result after each comparison. ``python``: that of vLLM's environment; None: comparisons with vLLM give None."""
     found: dict[str, Entry] = {}
     both = [False, True] if python is not None and intel_openmp(python) else [False]
 
@@ -55,7 +55,7 @@ def measure(speculator: Path, python: str | None, threads: int, quick: bool) -> 
         return found[name]
 
     def drafted_by(plain: Entry) -> list[bool]:
-        """With which OpenMP the drafted engines run: --quick leaves out the one that was slower without drafting."""
+        """The OpenMP libraries for the drafted engines: with --quick only the one that was faster without drafting."""
         speeds = plain["tokens_per_second"]
         return [max(plain["vllm"], key=speeds.__getitem__).endswith(INTEL)] if quick and plain["vllm"] else both
 
@@ -95,7 +95,7 @@ def measure(speculator: Path, python: str | None, threads: int, quick: bool) -> 
         guesser, new_tokens = Drafting(drafter), planted.NEW_TOKENS
         asked = Asked(planted.random_prompts(count), new_tokens, (), rounds)
         others = planted.random_prompts(count + prior.PROMPTS)[count:]
-        drafter.acceptance = prior.measure(target, drafter, others)  # as a trained folder says of itself
+        drafter.acceptance = prior.measure(target, drafter, others)  # as in the folder of a trained drafter
 
         plain = {"ours": dynamic(target, None, None, new_tokens), "generate": transformers(model, new_tokens)}
         entry = compared("plain_pair", plain, asked, dict(engines(given, None, both)))
@@ -108,7 +108,7 @@ def measure(speculator: Path, python: str | None, threads: int, quick: bool) -> 
 
 
 def engines(given: dict[str, Any], drafter: dict[str, Any] | None, intel: Sequence[bool]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """All settings of vLLM that are compared with."""
+    """All settings of vLLM that take part."""
     for guesses in CHAINS if drafter is not None else (0,):
         guessing = {} if drafter is None else {"speculative_config": drafter | {"num_speculative_tokens": guesses}}
         for eager in (True, False):
@@ -119,18 +119,18 @@ def engines(given: dict[str, Any], drafter: dict[str, Any] | None, intel: Sequen
 
 
 def compare(name: str, ours: dict[str, Run], asked: Asked, theirs: Engines, python: str | None, threads: int) -> Entry:
-    """Tokens a second of all sides, measured in turn in one run, and how many times as fast each of ``ours`` is as each other side."""
+    """Tokens per second of all sides, which take turns in one run, and the speed of each of ``ours`` over that of each other side."""
     sides, running, failed = dict(ours), dict[str, str](), list[str]()
     with ExitStack() as stack:
         started = {}
-        for each, given in theirs.items() if python is not None else ():  # all at once: starting takes them one core
+        for each, given in theirs.items() if python is not None else ():  # start them in parallel: each start uses one core
             openmp = intel_openmp(str(python)) if each.endswith(INTEL) else None
             started[each] = stack.enter_context(Vllm(str(python), given, threads, openmp))
         for each, engine in started.items():
             try:
                 running[each], sides[each] = engine.version, asking(engine, asked)
-                sides[each](asked.prompts[0])  # compiles, where it does
-            except RuntimeError as e:  # the others are worth comparing with all the same
+                sides[each](asked.prompts[0])  # the first call may compile
+            except RuntimeError as e:  # the other engines are still compared
                 failed.append(each)
                 running.pop(each, None)
                 sides.pop(each, None)
@@ -147,7 +147,7 @@ def compare(name: str, ours: dict[str, Run], asked: Asked, theirs: Engines, pyth
         "prompts": len(asked.prompts),
         "new_tokens": asked.new_tokens,
         "rounds": asked.rounds,
-        "vllm": running,  # the version of each of its engines
+        "vllm": running,  # engine -> its version
         "failed": failed,
     }
     show(name, entry)
@@ -164,13 +164,13 @@ def asking(engine: Vllm, asked: Asked) -> Run:
 
 
 def over_vllm(entry: Entry) -> float | None:
-    """The first of ours over the fastest of vLLM's engines; None where there are none."""
+    """The speed of our first side over the fastest of vLLM's engines; None without engines."""
     first = next(iter(entry["over"].values()))
     return min((first[name] for name in entry["vllm"]), default=None)
 
 
 def fixed_by_tuner(tuned: dict[str, Any]) -> TreePolicy | None:
-    """The tree that it has found fastest for one sequence; None: no drafting."""
+    """The tree that the tuner found fastest for one sequence; None: no drafting."""
     tree = tuned["plans"]["alone"]["tree"]
     return None if tree is None else TreePolicy(**tree | {"paths": tuple(map(tuple, tree["paths"]))})
 

@@ -1,8 +1,8 @@
-"""vLLM beside us, in an environment of its own: a process for each of its settings, which stays and answers one request after the other.
+"""Runs vLLM in its own environment: one process per setting, which stays alive and answers requests one after another.
 
-This file is both ends. ``python vllm_side.py``, by the Python of vLLM's environment, makes an engine of the settings that come as the first
-line of its standard input and then answers every further line; between them it waits for the next and computes nothing, so that of
-several such processes the one that is asked has the machine to itself. ``Vllm`` is its client here.
+This file is both ends. ``python vllm_side.py``, run by the Python of vLLM's environment, makes an engine from the settings in the first
+line of its standard input and answers every further line. Between requests it computes nothing, so that several such processes do not
+disturb the one that is asked. ``Vllm`` is the client.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-ENVIRONMENT = {  # one process, the engine in it; nothing from or to a network
+ENVIRONMENT = {  # the engine runs in this one process, without network
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "KMP_BLOCKTIME": "5",
 }  # fmt: skip
 USUAL = {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 256 << 20, "enable_prefix_caching": False}
 
 
 class Client:
-    """A process that answers in lines of JSON, started at once. ``env``: beside what is set here.
+    """A process that answers in lines of JSON. It starts at once. ``env``: further environment variables.
 
-    ``hear`` raises RuntimeError with the end of what it said where it has ended (exit status -9: out of memory).
+    ``hear`` raises RuntimeError with the end of its output if the process has ended (exit status -9: out of memory).
     """
 
     def __init__(self, name: str, command: list[str], env: dict[str, str]) -> None:
@@ -41,7 +41,7 @@ class Client:
             self.process.stdin.write(json.dumps(what) + "\n")
             self.process.stdin.flush()
         except BrokenPipeError:
-            pass  # it has ended: who reads its answer is told
+            pass  # it has ended; ``hear`` raises the error
 
     def hear(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -62,7 +62,7 @@ class Client:
 
 
 class Vllm(Client):
-    """An engine with these arguments of ``vllm.LLM``; ``version`` waits for it. ``openmp``: a library to load before all."""
+    """An engine with these arguments of ``vllm.LLM``; ``version`` waits until it runs. ``openmp``: a library to preload."""
 
     def __init__(self, python: str, settings: dict[str, Any], threads: int = 1, openmp: Path | None = None) -> None:
         env = ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)} | ({} if openmp is None else {"LD_PRELOAD": str(openmp)})
@@ -74,8 +74,8 @@ class Vllm(Client):
         return str(self.hear()["version"])
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """``prompts`` (token ids), one after the other, at temperature 0; ``new_tokens`` each, up to a token of ``stop``. Their ``tokens``
-        and the ``seconds`` they took; where the engine keeps statistics (``disable_log_stats=False``), what became of its guesses.
+        """Decode ``prompts`` (token ids) one after another at temperature 0, ``new_tokens`` each, or up to a token of ``stop``. Returns
+        ``tokens`` and ``seconds``, and counters of guesses if the engine keeps statistics (``disable_log_stats=False``).
         """
         _ = self.version
         self.say(request)
@@ -89,7 +89,7 @@ class Vllm(Client):
 
 
 def intel_openmp(python: str) -> Path | None:
-    """Intel's OpenMP where the environment has it: vLLM recommends to load it before all else, which nothing does by itself."""
+    """Intel's OpenMP, if the environment has it. vLLM recommends to preload it, but does not do so itself."""
     library = Path(python).parent.parent / "lib" / "libiomp5.so"
     return library if library.is_file() else None
 
@@ -99,7 +99,7 @@ def intel_openmp(python: str) -> Path | None:
 
 def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever vLLM prints is no answer
+    os.dup2(2, 1)  # only answers go to standard output, not what vLLM prints
     from vllm import LLM, SamplingParams, __version__
 
     settings = json.loads(sys.stdin.readline())
@@ -116,7 +116,7 @@ def serve() -> None:
 
 
 def guesses(metrics: list[Any]) -> dict[str, Any]:
-    """Since the engine began."""
+    """The counters of guesses since the engine started."""
     counters = {m.name: m for m in metrics if "spec_decode" in m.name}
     return {
         "drafts": counters["vllm:spec_decode_num_drafts"].value,
