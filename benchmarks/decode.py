@@ -1,39 +1,39 @@
-"""What decoding gains on a CPU: every figure beside its alternative, in one process, prompt by prompt in turn.
+"""What decoding gains on a CPU: every figure against an alternative, in one process; the sides take turns on every prompt.
 
     python benchmarks/decode.py                      # about 20 minutes on two cores; writes benchmarks/results/decode_cpu.json
-    python benchmarks/decode.py --vllm PYTHON        # beside vLLM too: the Python of an environment that has its CPU build; 40 minutes
-    python benchmarks/decode.py --quick              # every key again, over fewer prompts, in a few minutes: decode_cpu_quick.json
-    python benchmarks/decode.py --only versus --out FILE      # some parts of it; what FILE holds of the others stays
+    python benchmarks/decode.py --vllm PYTHON        # also against vLLM: the Python of an environment with its CPU build; 40 minutes
+    python benchmarks/decode.py --quick              # all figures over fewer prompts, in a few minutes: decode_cpu_quick.json
+    python benchmarks/decode.py --only versus --out FILE      # only some parts; FILE keeps the others
 
-Planted pair (planted.py, pair.py): a random Llama of 128M weights in bf16, its first layer is the drafter of all sides. All
-settings of both sides are tried on prompts of their own, the fastest of each side is measured on others, of repeats the fastest.
-Ours are prepacked (heads/prepack.py, heads/native.cpp), as every door to decoding does it; transformers has the models as it loads them.
+Planted pair (planted.py, pair.py): a random Llama of 128M weights in bf16, whose first layer is the drafter of all sides. All settings of
+both sides are tried on separate prompts; the fastest of each side is then measured, and its fastest repeat counts. Our models are
+prepacked (heads/prepack.py, heads/native.cpp), as in normal decoding; transformers has the models as it loads them.
 
-- ``vs_hf_assisted``: seconds of transformers' assisted generation over ours, prompts included, same pair and new tokens;
-  ``vs_hf_assisted_default``: with its settings as they come (20 guesses, stopped where the drafter is in doubt);
-  ``vs_hf_assisted_not_prepacked``: our seconds with the models as transformers has them.
+- ``vs_hf_assisted``: seconds of transformers' assisted generation over ours, prompts included, with the same pair and new tokens;
+  ``vs_hf_assisted_default``: with its default settings (20 guesses, fewer if the drafter is not confident);
+  ``vs_hf_assisted_not_prepacked``: with our models not prepacked either.
 - A plain step is one pass of one row through the target's layers, its head and the arg-max.
-- ``v``: the same for a tree of so many nodes (nodes + 1 rows), over the plain step.
-- ``c``: one level of drafting over the plain step: the drafter's pass over the rows expanded at a level, its head over them,
-  their top-k. A round of K levels is ``begin`` on the rows that were accepted and K - 1 ``step``: begin counts as one level.
-- ``efficiency``: measured over predicted speed-up. Predicted: tau / (v(n) + K c), the mean over the rounds that were decoded,
-  whose nodes and levels are counted as they run. Measured: seconds a round of plain decoding over seconds a round of
-  ours, times tau, without each prompt's pass and its first round, in which the drafter reads it. What is lost is
-  everything else: building trees, verdicts, caches, Python.
+- ``v``: a pass over a tree, by its number of nodes (nodes + 1 rows), over the plain step.
+- ``c``: one level of drafting over the plain step: the drafter's pass over the rows expanded at a level, its head over them, and their
+  top-k. A round of K levels is ``begin`` on the accepted rows and K - 1 ``step``; ``begin`` counts as one level.
+- ``efficiency``: measured over predicted speed-up. Predicted: tau / (v(n) + K c), the mean over all decoded rounds, with their actual
+  nodes and levels. Measured: seconds per plain round over seconds per round of ours, times tau, without each prompt's pass and its
+  first round, in which the drafter reads the prompt. The loss is everything else: building trees, verdicts, caches, Python.
 
-Tiny target, its trained drafter: ``speedup_tiny`` over plain decoding (the faster one of our two paths), prompts included.
+Tiny target with its trained drafter: ``speedup_tiny`` over plain decoding (the faster of our two paths), prompts included.
 
-Many sequences: ``prefill_64x8_over_generate``, 64 prompts of 64 tokens and 8 new ones each, plainly, over transformers' ``generate`` with
-the same batch; ``choices_8_over_generate``, 8 choices of 64 tokens to one prompt of 256 at temperature 1, over its num_return_sequences.
+Many sequences: ``prefill_64x8_over_generate``: plain decoding of 64 prompts of 64 tokens, 8 new tokens each, over transformers'
+``generate`` with the same batch; ``choices_8_over_generate``: 8 choices of 64 tokens for one prompt of 256 at temperature 1, over its
+num_return_sequences.
 
-Versus (versus.py): tokens a second of one sequence, sides in turn on every prompt, of every round over all prompts the ratio, of the
-rounds the middle one. ``plain_tiny_over_generate``, ``plain_pair_over_generate``: over transformers with untouched weights. With --vllm
+Versus (versus.py): tokens per second of single sequences. The sides take turns on every prompt; of the ratios per round over all prompts
+the median counts. ``plain_tiny_over_generate``, ``plain_pair_over_generate``: over transformers with unchanged weights. With --vllm
 ``plain_tiny_over_vllm``, ``drafted_tiny_over_vllm``, ``plain_pair_over_vllm``, ``drafted_pair_over_vllm``: over the fastest of vLLM's
-settings; drafted ours is ``decode=auto``. ``auto_over_best_fixed``: decode=auto over the shape that the tuner finds fastest here
+settings; our drafted side is ``decode=auto``. ``auto_over_best_fixed``: decode=auto over the shape that the tuner finds fastest here
 (inference/reports/tune.py, on other prompts). ``speedup_tiny_t1``, ``auto_over_best_fixed_t1``: at temperature 1, over plain decoding, and
 over the best of plain decoding and two chains.
 
-``parts``: what each part was measured with.
+``parts``: the origin of each part.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from headstart.inference.speculator import open_speculator
 
 VERSUS = ["plain_tiny_over_vllm", "drafted_tiny_over_vllm", "plain_pair_over_vllm", "drafted_pair_over_vllm", "plain_tiny_over_generate",
           "plain_pair_over_generate", "auto_over_best_fixed", "auto_over_best_fixed_t1", "speedup_tiny_t1"]  # fmt: skip
-PARTS = {  # and what each finds, as numbers
+PARTS = {  # part -> its function, which returns figures
     "planted": ["vs_hf_assisted", "vs_hf_assisted_default", "vs_hf_assisted_not_prepacked", "efficiency", "v", "c"],
     "tiny": ["speedup_tiny"],
     "many": ["prefill_64x8_over_generate", "choices_8_over_generate"],
@@ -85,7 +85,7 @@ def of_versus(args: argparse.Namespace) -> Found:
 
 
 def missing(args: argparse.Namespace) -> dict[str, str]:
-    """Parts that cannot be measured, and why."""
+    """The parts that cannot be measured -> why."""
     if (args.speculator / "config.json").is_file():
         return {}
     return dict.fromkeys(("tiny", "many", "versus"), f"--speculator: {args.speculator} has no config.json")

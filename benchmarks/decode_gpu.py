@@ -3,20 +3,20 @@
     python benchmarks/decode_gpu.py            # at most 9 minutes; appends to benchmarks/results/decode_gpu.jsonl
     python benchmarks/decode_gpu.py --smoke    # toy shapes on any machine: does it run?
 
-One JSON line per measurement, at once, on standard output and in the file; a measurement that fails leaves its error in its
-line. The parts run in processes of their own, so that what goes wrong in one does not touch the next.
+Each measurement is written at once as a JSON line, to standard output and to the file; a failed one leaves its error in its line. The
+parts run in separate processes, so that a failure in one does not affect the next.
 
-- ``bandwidth``: what this GPU really moves: a copy, and reductions that only read. Bounds divide bytes by the best of them.
-- ``plain``: one sequence, no drafter. Bound: all weights but the embedding table, keys and values of 512 tokens, once a token.
-  ``plain, modules``: by transformers' modules instead of our fused passes (heads/kernels/fused.py), in device graphs likewise.
-- ``v``: verification of a tree of so many nodes (verdict and compaction with it) over a plain round, as device graphs.
-- ``round``: an EAGLE-3 drafter of random weights, K = 7, 60 nodes, on the wall clock. Bound: the weights of the target once, of
-  the drafter's layer and head 7 times.
-- ``simulated``: the same, with a verdict that accepts 5 guesses a round, whatever the target says. It still computes the real one.
-- ``batch``: plain and drafted rounds of 1, 4, 16 and 64 sequences, each depth accepted with the probability that the line states (an
-  assumption); the tree that the measured parts of a round predict to be best, or none, and what it really gains.
-- ``peer ...``: transformers' generate, with a static cache and torch.compile, a minimal compiled loop in the manner of gpt-fast, and
-  assisted generation beside ours with the same drafter (the target's own first layers, the later ones scaled down).
+- ``bandwidth``: measured on this GPU: a copy, and reductions that only read. Bounds divide bytes by the best of them.
+- ``plain``: one sequence, no drafter. Bound: read all weights except the embedding table, and keys and values of 512 tokens, per token.
+  ``plain, modules``: with transformers' modules instead of our fused passes (heads/kernels/fused.py), also as device graphs.
+- ``v``: time to verify a tree, by its number of nodes (with verdict and compaction), over a plain round; as device graphs.
+- ``round``: wall-clock time with an EAGLE-3 drafter of random weights, K = 7, 60 nodes. Bound: read the target's weights once, and those
+  of the drafter's layer and head 7 times.
+- ``simulated``: the same with a verdict that accepts 5 guesses per round, whatever the target says. The real verdict is still computed.
+- ``batch``: plain and drafted rounds of 1, 4, 16 and 64 sequences. Each depth is accepted with an assumed probability, given in the line.
+  The tree (or none) is the one that the measured parts of a round predict to be best; its real gain is measured.
+- ``peer ...``: transformers' generate with a static cache and torch.compile, a minimal compiled loop like gpt-fast, and assisted generation
+  against ours with the same drafter (the target's first layers; the later layers are scaled down).
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ TREES = {
     32: TreePolicy(depth=6, nodes=32, branch=8, expand=8),
     60: TreePolicy(depth=7, nodes=60, branch=10, expand=10),
 }
-ASSUMED = {3: 0.75, 16: 0.82, 60: 0.88}  # by nodes: a depth that is reached is accepted. No measurement: random weights say nothing
+ASSUMED = {3: 0.75, 16: 0.82, 60: 0.88}  # nodes -> assumed acceptance of a reached depth: random weights cannot give a measured one
 
 
 # The parts ------------------------------------------------------------------------------------------------------------
 
 
 def measure_bandwidth(bench: Bench) -> dict[str, Any]:
-    count, runs = (1 << 20) if bench.smoke else (1 << 32), 5  # bytes; reads or copies in a row
+    count, runs = (1 << 20) if bench.smoke else (1 << 32), 5  # bytes; number of reads or copies in a row
     x = torch.ones(count // 4, device=bench.device)
     y, w = torch.empty_like(x), torch.ones(count // 2, device=bench.device, dtype=torch.bfloat16).view(-1, 4096)
     v = torch.ones(4096, device=bench.device, dtype=torch.bfloat16)
@@ -83,7 +83,7 @@ def engine_rows(bench: Bench) -> Iterator[Row]:
         return found | {"bound_ms": bound, "share_of_bound": None if bound is None else bound / found["round_ms"]}
 
     yield "plain, modules", plain
-    bench.target.prepack()  # as doors do that decode
+    bench.target.prepack()  # as in normal decoding
     yield "plain", plain
     drafter = bench.drafter()
 
@@ -126,7 +126,7 @@ def batch_rows(bench: Bench) -> Iterator[Row]:
         base = bench.parts(plain, None, count)[1]
         for n, tree in trees.items():
             drafted.plans = {largest: tree}
-            if (graphs := drafted.rounds.graphs) is not None:  # the verdict is part of them
+            if (graphs := drafted.rounds.graphs) is not None:  # the graphs contain the verdict, so they are captured again
                 graphs.kept.clear()
                 graphs.pool = torch.cuda.graph_pool_handle()  # the old one ends with its last graph
             rounds.choose = accepting([ASSUMED[n]] * tree.depth, bench.device)
@@ -152,19 +152,19 @@ def peer_rows(bench: Bench) -> Iterator[Row]:
 
     @torch.no_grad()
     def generate(**how: Any) -> dict[str, Any]:
-        """Tokens a second after the first one: the prompt's pass is measured alone and taken off."""
+        """Tokens per second after the first token: the prompt's pass is measured separately and subtracted."""
         passes: list[int] = []
         settings = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
 
         def whole() -> Any:
             return model.generate(ids, attention_mask=torch.ones_like(ids), **settings, **how)
 
-        for _ in range(2):  # compiles, where it does
+        for _ in range(2):  # the first call may compile
             whole()
         prompt = min(bench.seconds(lambda: model(input_ids=ids, use_cache=True, logits_to_keep=1)) for _ in range(3))
         took = statistics.median(bench.seconds(whole) for _ in range(3))
         found = {"tokens_per_second": (new - 1) / (took - prompt), "seconds_of_prompt": prompt, "new_tokens": new}
-        if "assistant_model" in how:  # a compiled model is better left without hooks
+        if "assistant_model" in how:  # no hooks on a compiled model
             hook = bench.target.body.register_forward_pre_hook(lambda *_: passes.append(1))
             whole()
             hook.remove()
@@ -197,8 +197,8 @@ def peer_rows(bench: Bench) -> Iterator[Row]:
 
     @torch.no_grad()
     def minimal() -> dict[str, Any]:
-        """One compiled function a token over a static cache, the next token fed back on the device."""
-        gc.collect()  # an engine of before, whose graphs were captured in inference mode, must not stand beside others' captures
+        """One call of a compiled function per token, over a static cache. The next token stays on the device."""
+        gc.collect()  # frees earlier engines: graphs captured in inference mode must not coexist with other captures
         cache = StaticCache(config=model.config, max_cache_len=bench.context)
 
         def step(token: Tensor, position: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ def peer_rows(bench: Bench) -> Iterator[Row]:
         return {"tokens_per_second": count / bench.seconds(lambda: steps(count))}
 
     yield "peer minimal compiled loop", minimal
-    yield "peer assisted: ours, same drafter", ours  # behind what is compiled: on a CPU our form of the modules cannot be
+    yield "peer assisted: ours, same drafter", ours  # after the compiled ones: on a CPU our form of the modules cannot be compiled
     yield "peer generate, static cache, compiled", lambda: generate(cache_implementation="static")
 
 

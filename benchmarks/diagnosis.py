@@ -1,10 +1,10 @@
-"""Are the causes that a diagnosis knows named where they are planted, and do healthy drafters raise no alarm?
+"""Does a diagnosis name each planted cause, and does it stay silent on healthy drafters?
 
     python benchmarks/diagnosis.py      # about ten minutes on one core
 
-Every plant of benchmarks/causes.py, in the tiny target with its drafter; and healthy drafters: that one under other prompts, lengths and
-vocabularies, others that were trained for seconds or not at all, and on another target. Writes benchmarks/results/diagnosis.json:
-``planted``, ``named``, ``healthy``, ``false_alarms``, and what was found in each case. No timings: it may run beside other work.
+Plants every cause of benchmarks/causes.py into the tiny target with its drafter. Healthy cases are this drafter with other prompts,
+lengths and vocabularies, other drafters trained for seconds or not at all, and another target. Writes benchmarks/results/diagnosis.json:
+``planted``, ``named``, ``healthy``, ``false_alarms``, and what was found in each case. It measures no times, so other work may run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from headstart.inference.provenance import provenance
 from headstart.inference.speculator import load_attached
 from headstart.trainers.diagnosis import CURES, Case, Finding, diagnose
 
-TAUGHT = ("eagle1", "mtp", "medusa", "hydra", "eagle")  # trained for seconds on what the target says
+TAUGHT = ("eagle1", "mtp", "medusa", "hydra", "eagle")  # trained for seconds on the target's answers
 UNTAUGHT = ("dflash", "mlp_speculator", "redrafter", "exit_head", "draft_lm")
 
 
@@ -45,7 +45,7 @@ def taught(case: Case, head: str) -> Case:
 
 
 def healthy(case: Case) -> Iterator[tuple[str, Case]]:
-    """Twenty."""
+    """The twenty healthy cases."""
     target = case.target
     yield "as it is", case
     for seed in range(1, 4):
@@ -68,7 +68,7 @@ def healthy(case: Case) -> Iterator[tuple[str, Case]]:
 
 
 def planted(case: Case) -> Iterator[tuple[str, list[Finding]]]:
-    """What is found of each."""
+    """What a diagnosis finds for each planted cause."""
     unnormed = taught(case, causes.UNNORMED)
     for key, plant in causes.PLANTS.items():
         yield key, diagnose(plant(unnormed if key in causes.ON_ANOTHER else case))

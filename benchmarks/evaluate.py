@@ -1,10 +1,10 @@
-"""All of Spec-Bench by `python -m inference evaluate`, unattended, killed in the middle and resumed; then by Spec-Bench's own script.
+"""Runs `python -m inference evaluate` over all of Spec-Bench, kills and resumes it once, and checks it with Spec-Bench's own script.
 
     python benchmarks/evaluate.py --suite spec_bench.jsonl --spec-bench DIR    # DIR: a checkout of github.com/hemingkx/Spec-Bench
 
-`tiny` and `assets/tiny_eagle`, turns as plain text, prompts that are too long without their beginning; about a quarter of an hour on one
-core. Every step goes on where it was stopped (--out keeps it). Writes benchmarks/results/evaluate.json: the rows of evaluate.json over
-all prompts and by category, what the kill has cost, and what Spec-Bench's evaluation/speed.py says of the files.
+Target `tiny` with `assets/tiny_eagle`, turns as plain text, prompts that are too long lose their beginning; about a quarter of an hour on
+one core. Every step continues where it stopped (--out keeps the state). Writes benchmarks/results/evaluate.json: the rows of
+evaluate.json over all prompts and by category, what the kill has cost, and what Spec-Bench's evaluation/speed.py computes from the files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from headstart.heads.files import put_text
 
 KEPT = ("name", "temperature", "sequences", "category", "prompts", "answers", "accepted_length", "tokens_per_second", "speedup",
         "intervals", "repetition")  # fmt: skip
-# Its command line means three runs of its authors by now: the function behind it is called, which an earlier one called as well.
+# Its command line is hard-coded to three runs of the authors, so the function behind it is called. An earlier command line called it too.
 CALL = "import runpy, sys; runpy.run_path(sys.argv[1])['get_single_speedup'](*sys.argv[2:])"
 TASKS = re.compile(r"Task:  (\w+) .*?#Mean accepted tokens:  (\S+)\n.*?Speedup ratio:  (\S+)", re.DOTALL)
 
@@ -36,14 +36,14 @@ def command(suite: Path, out: Path, new_tokens: int) -> list[str]:
 
 
 def killed(arguments: list[str], out: Path, lines: int) -> dict[str, Any]:
-    """Ends it by force once so many lines are there; what is there then, of which the next start must lose nothing."""
+    """Kill the evaluation once the file has enough lines. Returns its content, of which the next start must lose nothing."""
     process, path = subprocess.Popen([sys.executable, *arguments], cwd=ROOT), out / "results.jsonl"
     while process.poll() is None and (not path.is_file() or path.read_bytes().count(b"\n") <= lines):
         time.sleep(0.2)
     process.send_signal(signal.SIGKILL)
     process.wait()
     data = path.read_bytes()
-    with path.open("ab") as file:  # as a kill within a line leaves it
+    with path.open("ab") as file:  # as if the kill had come within a line
         file.write(b'{"sequences":1,"temperature":0.0,"questions":[')
     return {"lines": data.count(b"\n") - 1, "bytes": len(data)}
 

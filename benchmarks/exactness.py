@@ -1,13 +1,13 @@
-"""Is the output of plain decoding kept, token by token, by everything that guesses?
+"""Does every proposer keep the output of plain decoding, token by token?
 
     python benchmarks/exactness.py --target tiny       # 200 prompts, every proposer under every tree, both paths: half an hour on one core
     python benchmarks/exactness.py --target second     # the same on another small model (--second-target), all drafters untrained
 
-Prompts are also read in pieces, side by side, and with beginnings that are shared. At temperature 1, where another shape draws other
-samples, ``decode=auto`` must say the same again, and its first tokens must be distributed as the target's own, whose distribution is known
-exactly: ``p_value`` is the share of as many exact draws that lie as far from it (total variation) or farther.
+Prompts are also read in pieces, in batches, and with shared beginnings. At temperature 1 other tree shapes draw other samples. There
+``decode=auto`` must repeat itself, and its first tokens must have the target's distribution, which is known exactly: ``p_value`` is the
+share of samples drawn exactly from it, equally many tokens each, that are at least as far from it (total variation).
 
-Writes benchmarks/results/exactness.json, case by case. No timings: it may run beside other work.
+Writes benchmarks/results/exactness.json, case by case. It measures no times, so other work may run.
 """
 
 from __future__ import annotations
@@ -45,29 +45,29 @@ from headstart.inference.settings import open_decode, open_target
 from headstart.inference.speculator import open_speculator
 
 ROWS = 8  # sequences at once in the static engine
-PIECE = 7  # tokens, of prompts that are read in pieces
-TOP_K, FIRST = 3, 4  # tokens that can follow one another at temperature 1, and how many of them are looked at
-DRAWS = 999  # exact ones, beside that of a decoder
+PIECE = 7  # tokens of a piece when prompts are read in pieces
+TOP_K, FIRST = 3, 4  # candidates per token at temperature 1; how many first tokens are compared
+DRAWS = 999  # samples drawn exactly, to compare a decoder's sample with
 Prompts = Sequence[Sequence[int]]
 Many = Callable[[Prompts], Sequence[Generation]]
 
 
 def trees() -> dict[str, TreePolicy]:
-    """Those of conf/decode, but for the ones that a folder says."""
+    """The trees of conf/decode, except tuned ones, which a folder holds."""
     named = {p.stem: settings("inference", f"decode={p.stem}")["decode"] for p in sorted((ROOT / "conf" / "decode").glob("*.yaml"))}
     opened = {name: open_decode(found) for name, found in named.items() if found["proposer"]["kind"] == "drafter"}
     return {name: decode.policy for name, decode in opened.items() if not decode.tuned}
 
 
 def spread(path: Path, count: int, target: Target, new_tokens: int) -> list[list[int]]:
-    """So many prompts, evenly over the file, cut to what fits the target's context."""
+    """``count`` prompts, spread evenly over the file and cut to the target's context."""
     found = [p["tokens"] for p in read(str(path), target.tokenizer, "prompts")]
     count = min(count, len(found))
     return [found[i * len(found) // count][: target.shape.max_positions - new_tokens] for i in range(count)]
 
 
 def untrained(name: str, target: Target) -> Drafter:
-    """A fresh one with the arguments of conf/head, starting from the target as it does in training."""
+    """A new drafter with the settings of conf/head, initialised from the target as in training."""
     torch.manual_seed(0)
     overrides = ("target=folder", "target.path=.", "target.name=here", f"head={name}")
     given = {k: v for k, v in settings("config", *overrides)["head"].items() if k != "name"}
@@ -78,12 +78,12 @@ def untrained(name: str, target: Target) -> Drafter:
 
 
 def cases(target: Target, trained: Drafter | None, new_tokens: int) -> dict[str, Many]:
-    """Every proposer under every tree that it can grow, and the static engine. Without a trained drafter: all heads, untrained."""
+    """Every proposer with every tree that it can grow, and the static engine. Without a trained drafter: all heads, untrained."""
     lm, heads = first_layers(target, target.shape.layers // 2), [p.stem for p in sorted((ROOT / "conf" / "head").glob("*.yaml"))]
     drafters = {"trained": trained} if trained is not None else {f"untrained {name}": untrained(name, target) for name in heads}
     drafters["first layers"] = lm
     main = trained or lm
-    target.prepack()  # as the doors to decoding do; after the drafters that start as copies of its layers
+    target.prepack()  # as in normal decoding; after creating drafters that copy its layers
     for drafter in drafters.values():
         drafter.prepack()
     found: dict[str, Many] = {}
@@ -93,7 +93,7 @@ def cases(target: Target, trained: Drafter | None, new_tokens: int) -> dict[str,
             if policy.kind == "auto":
                 generate(
                     target, proposer, prompts[0][:8], new_tokens=WORTH, policy=policy, stop_ids=()
-                )  # so that it knows what to choose by
+                )  # so that decode=auto has measured costs to choose by
             return [generate(target, proposer, p, new_tokens=new_tokens, policy=policy) for p in prompts]
 
         return run
@@ -109,7 +109,7 @@ def cases(target: Target, trained: Drafter | None, new_tokens: int) -> dict[str,
     for kind in KEYS:
         if kind != "drafter":
             given = {"layers": target.shape.layers // 2} if "layers" in KEYS[kind] else {}
-            alone = kind in ("cascade", "pipelined")  # their drafter is a language model of its own, and guesses chains
+            alone = kind in ("cascade", "pipelined")  # their drafter is a separate language model, and guesses chains
             proposer = open_proposer({"kind": kind, **given}, target, lm if alone else main)
             found[kind] = one_by_one(proposer, TreePolicy("chain", depth=4) if alone else fit_depth(TreePolicy(), main))
     shaped = fit_depth(AUTO, main)
@@ -126,7 +126,7 @@ def cases(target: Target, trained: Drafter | None, new_tokens: int) -> dict[str,
 
 
 def in_pieces(run: Many) -> Many:
-    """Prompts are read so few tokens at a time."""
+    """Inside, prompts are read in pieces of few tokens."""
 
     def pieces(prompts: Prompts) -> Sequence[Generation]:
         with patch("headstart.inference.decoding.engine.CHUNK", PIECE), patch("headstart.inference.decoding.context.CHUNK", PIECE):
@@ -136,12 +136,12 @@ def in_pieces(run: Many) -> Many:
 
 
 def begun_alike(run: Many) -> Many:
-    """Every prompt twice: the second one takes what the first has read."""
+    """Every prompt twice: the second request reuses what the first has read."""
     return lambda prompts: run([prompt for prompt in prompts for _ in range(2)])[1::2]
 
 
 def compare(target: Target, trained: Drafter | None, prompts: Prompts, new_tokens: int, title: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each case, and how many of its tokens differ from plain decoding, one sequence at a time, at temperature 0."""
+    """Yield each case and how many of its tokens differ from plain decoding of single sequences, at temperature 0."""
     everything = cases(target, trained, new_tokens)
     plain = [generate(target, None, p, new_tokens=new_tokens).tokens for p in prompts]
     for name, run in track(everything.items(), description=f"exactness, {title}", console=console, transient=True):
@@ -162,7 +162,7 @@ def unequal(a: Sequence[int], b: Sequence[int]) -> int:
 
 @torch.no_grad()
 def exactly(target: Target, prompt: Sequence[int]) -> dict[tuple[int, ...], float]:
-    """How probable each continuation of so few tokens is at temperature 1, of the ``TOP_K`` likeliest ones each."""
+    """The exact probability of each short continuation at temperature 1, from the ``TOP_K`` likeliest tokens per position."""
     found: dict[tuple[int, ...], float] = {(): 1.0}
     for length in range(FIRST):
         tokens = torch.tensor([[*prompt, *said] for said in found])
@@ -185,7 +185,7 @@ def sampled(target: Target, drafter: Drafter, prompts: Prompts, samples: int) ->
         many = [prompt] * samples
         return generate_batch(target, drafter, many, new_tokens=FIRST, policy=policy, sampling=how, stop_ids=(), sequences=ROWS)
 
-    generate(target, proposer, prompts[0], new_tokens=WORTH, policy=policy, sampling=how[0], stop_ids=())  # rounds are measured
+    generate(target, proposer, prompts[0], new_tokens=WORTH, policy=policy, sampling=how[0], stop_ids=())  # measures the costs of rounds
     generate_batch(target, drafter, list(prompts[:1]) * len(how[:ROWS]), new_tokens=WORTH, policy=policy, sampling=how[:ROWS], stop_ids=())
     found, again = dict[str, list[float]](), 0
     for prompt in track(prompts, description="temperature 1", console=console, transient=True):
@@ -199,7 +199,7 @@ def sampled(target: Target, drafter: Drafter, prompts: Prompts, samples: int) ->
             again += sum(tuple(made.tokens) != before for made, before in zip(run(prompt), said, strict=True)) if name == "alone" else 0
             seen = Counter(said)
             seen_X = torch.tensor([seen[outcome] for outcome in outcomes])
-            apart = (seen_X / samples - p_X).abs().sum() + 1 - seen_X.sum() / samples  # what cannot come is as far apart as can be
+            apart = (seen_X / samples - p_X).abs().sum() + 1 - seen_X.sum() / samples  # impossible continuations count in full
             farther = int(((drawn_DX / samples - p_X).abs().sum(1) >= apart).sum())
             found.setdefault(name, []).append((1 + farther) / (1 + DRAWS))
     return {"samples": samples, "tokens": FIRST, "top_k": TOP_K, "p_value": found, "samples_that_differ_when_repeated": again}
@@ -233,7 +233,7 @@ def main() -> None:
         cases = made["cases"] | {case: counted}
         done({f"{what}_tokens": sum(c[what] for c in cases.values()) for what in ("differing", "compared")} | {"cases": cases})
         console.print(f"{args.target}, {case}: {counted['differing']} of {counted['compared']} tokens differ")
-    if trained is not None:  # which is prepacked by now, and its target
+    if trained is not None:  # it and its target are prepacked by now
         done({"sampled": sampled(target, trained, spread(args.prompts, 4, target, WORTH), args.samples)})
         console.print(made["sampled"])
 

@@ -1,10 +1,10 @@
-"""What the gate costs: seconds of the decodings on the way, beside those of the training, with the settings that are the default.
+"""What the gate costs: seconds of the decodings during training, compared with the training itself, with default settings.
 
     python benchmarks/gate.py                      # `python train.py` without its report: some minutes; writes benchmarks/results/gate.json
     python benchmarks/gate.py head=dflash          # another run
 
 - ``train_seconds``, ``gate_seconds``: of the whole run; ``decodings``: how many
-- ``share``: the one over the other: both are of the same run, so that a slow machine is slow in both
+- ``share``: gate_seconds over train_seconds; both are of the same run, so the speed of the machine cancels out
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from headstart.trainers.metrics import read_metrics
 
 
 def costs(run: Path) -> dict[str, Any]:
-    """Of a run that has ended."""
+    """The costs in a finished run."""
     newest = checkpoint.folders(run)[-1]
     seconds = [row["speed/gate_seconds"] for row in read_metrics(run) if "speed/gate_seconds" in row]
     trained = json.loads((newest / "state.json").read_text())["seconds"]

@@ -1,16 +1,16 @@
-"""How the time of a training step grows: with the length of a row, and with the number of drafters that are trained side by side.
+"""How the time of a training step grows with the length of a row and with the number of drafters trained side by side.
 
     python benchmarks/growth.py            # some minutes; writes benchmarks/results/growth.json and growth.png
 
-EAGLE drafters of a small random target, on one thread of the CPU, by steps of the loop's own parts (the target's pass, unroll, fused loss,
-backward, clipping, AdamW). Each row in turn, forwards and backwards, ``--turns`` times; of each its fastest step, in seconds of the
-processor. Steps of different lengths have one row each; several arms are trained on the same row, read by the target once.
+EAGLE drafters of a small random target run on one CPU thread, with the steps of the training loop (the target's pass, unroll, fused loss,
+backward, clipping, AdamW). The measurements take turns, in both directions, ``--turns`` times; the fastest step of each counts, in CPU
+seconds. A step has one row. Several arms train on the same row, which the target reads once.
 
-- ``lengths``: ``tokens`` of the row, ``seconds`` of a step, ``seconds_per_token``; ``less_attention``: these without what grows with the
-  square of the length, the attention of target and drafter: of a + b T + c T^2 through the steps, c T^2
-- ``attention_share``: of the longest step
-- ``arms``: how many, ``seconds`` of a step, ``seconds_per_token``
-- ``off_line``: by how much a number of arms is off the straight line through the first and the last, at most, as a share
+- ``lengths``: ``tokens`` of the row, ``seconds`` of a step, ``seconds_per_token``; ``less_attention``: seconds per token without the
+  attention of target and drafter, which is the term c T^2 of a fit a + b T + c T^2
+- ``attention_share``: share of that term in the longest step
+- ``arms``: number of arms, ``seconds`` of a step, ``seconds_per_token``
+- ``off_line``: the largest relative distance of a step time from the straight line through the first and the last number of arms
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ LOSS, TRAINER = dict(depth=3, chunk=512, terms={"kl": 1.0}, decay=0.8), dict(opt
 
 
 def fastest(target: Target, cases: dict[int, tuple[list[Arm], int]], turns: int) -> dict[int, float]:
-    """Name -> CPU seconds of a step of these arms over a row of so many tokens."""
+    """Name -> CPU seconds of a step. Each case: its arms, and the tokens of the row."""
     found = dict.fromkeys(cases, float("inf"))
     for turn in range(turns + 1):
         for name in list(cases)[:: 1 if turn % 2 else -1]:
             arms, tokens = cases[name]
             start = time.process_time()
             step(target, arms, torch.randint(target.shape.vocab_size, (1, tokens)))
-            if turn:  # the first one warms up
+            if turn:  # the first turn warms up
                 found[name] = min(found[name], time.process_time() - start)
     return found
 
 
 def by_length(seconds: dict[int, float]) -> dict[str, Any]:
-    """Of steps of rows of so many tokens."""
+    """The figures of ``lengths``. ``seconds``: tokens of the row -> seconds of a step."""
     x, y = np.array(list(seconds), dtype=float), np.array(list(seconds.values()))
-    # of relative errors: the short steps count as much as the long ones
+    # fit relative errors, so that short steps count as much as long ones
     *_, square = np.linalg.lstsq(np.stack([x**0, x, x**2], 1) / y[:, None], np.ones(len(x)), rcond=None)[0]
     rows = [{"tokens": tokens, "seconds": s, "seconds_per_token": s / tokens, "less_attention": s / tokens - float(square) * tokens}
             for tokens, s in seconds.items()]  # fmt: skip
@@ -61,7 +61,7 @@ def by_length(seconds: dict[int, float]) -> dict[str, Any]:
 
 
 def by_arms(seconds: dict[int, float], tokens: int) -> dict[str, Any]:
-    """Of steps of so many arms."""
+    """The figures of ``arms``. ``seconds``: number of arms -> seconds of a step."""
     rows = [{"arms": count, "seconds": s, "seconds_per_token": s / tokens} for count, s in seconds.items()]
     (first, start), *_, (last, end) = seconds.items()
     line = {count: start + (end - start) * (count - first) / (last - first) for count in seconds}

@@ -1,14 +1,14 @@
-"""Does vLLM propose what we propose? Chains at temperature 0, the same prompts: its tokens and its target passes beside ours.
+"""Does vLLM draft the same? Compares its tokens and target passes with ours: chains at temperature 0, on the same prompts.
 
     python benchmarks/in_vllm.py RUN [RUN ...] --vllm PYTHON     # PYTHON: of an environment that has vLLM (CPU or GPU)
 
-Each RUN is the folder of a finished run (or of one of its arms). vLLM is given what the exported folder's card says (heads/serving.py):
-method, number of guesses and whatever else the kind of drafter needs. It is no dependency: it runs in an environment of its own, in a
-process per run (vllm_side.py), which answers with tokens and its own counters.
+Each RUN is the folder of a finished run (or of one of its arms). vLLM gets the settings in the exported folder's model card
+(heads/serving.py): method, number of guesses and whatever else the kind of drafter needs. vLLM is not a dependency: it runs in its own
+environment, one process per run (vllm_side.py), which returns tokens and its counters.
 
-Writes benchmarks/results/in_vllm.json, one entry per head (trimmed vocabularies and other norms apart), each with its commit; ends with
-status 1 where a run failed or tokens or passes differ. (vLLM counts accepted guesses behind the last token that was asked for, so its
-accepted length is a little higher; the passes are the same.)
+Writes benchmarks/results/in_vllm.json, one entry per head (variants with a trimmed vocabulary or other norms have their own), each with
+its commit. Exit status 1 if a run failed, or if tokens or passes differ. (vLLM also counts accepted guesses after the last requested
+token, so its accepted length is slightly higher; the passes are the same.)
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from headstart.inference.speculator import open_speculator
 
 
 def ask(vllm: str, request: dict[str, Any]) -> dict[str, Any]:
-    """The answer of a process in vLLM's environment. Raises RuntimeError with the end of what it said."""
+    """The answer of a process in vLLM's environment. Raises RuntimeError with the end of its output."""
     with tempfile.TemporaryDirectory() as place:
-        link = Path(place) / "draft"  # vLLM would choose another method by words in the folder's name
+        link = Path(place) / "draft"  # a neutral name: vLLM chooses the method by words in the folder's name
         link.symlink_to(request["speculative"]["model"])
         settings = {
             "model": request["target"], "dtype": "float32", "enforce_eager": True, "max_model_len": request["longest"],
@@ -50,7 +50,7 @@ def ask(vllm: str, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare(run: Path, vllm: str, prompts: int | None, new_tokens: int | None) -> tuple[str, dict[str, Any]]:
-    """The name of the entry, and the entry."""
+    """Compare one run. Returns the name of its entry, and the entry."""
     settings = json.loads((run / "config.json").read_text())
     target = open_target(settings["target"] | {"dtype": "float32"})
     drafter, folder = open_speculator(run / "speculator", target), (run / "speculator").resolve()
@@ -67,7 +67,7 @@ def compare(run: Path, vllm: str, prompts: int | None, new_tokens: int | None) -
     how: dict[str, Any] = {"new_tokens": decoding.new_tokens, "policy": TreePolicy("chain", depth=depth), "sampling": decoding.sampling}
     ours = [generate(target, Drafting(drafter), p, **how) for p in asked]
     rounds = [n for g in ours for n in g.emitted]
-    longest = max(map(len, asked)) + decoding.new_tokens + 64  # it drafts no further than its limit
+    longest = max(map(len, asked)) + decoding.new_tokens + 64  # vLLM stops drafting near its length limit
     theirs = ask(vllm, {
         "target": target.name, "speculative": speculative | {"model": str(folder)}, "new_tokens": decoding.new_tokens, "prompts": asked,
         "stop": list(target.stop_ids), "longest": min(longest, target.shape.max_positions),
@@ -112,7 +112,7 @@ def main() -> None:
         console.print(f"{run} ...", highlight=False)
         try:
             name, entry = compare(run, args.vllm, args.prompts, args.new_tokens)
-        except Exception as e:  # of several the others are still worth their minutes
+        except Exception as e:  # the other runs are still compared
             console.print(f"{run}: {e}", style="red", markup=False)
             wrong.append(run.name)
             continue

@@ -2,10 +2,10 @@
 
     python benchmarks/loss_memory.py            # writes benchmarks/results/loss_memory.json
 
-Each variant runs in a process of its own. Its peak is the largest resident size the system saw (getrusage) minus the
-resident size before the step, when weights and inputs are there already: it counts everything a step allocates, also
-gradients and what the kernels use themselves. Large CPU tensors are mapped and unmapped singly, so nothing stale is in it.
-The naive loss is the usual one: log-softmax of every depth kept by autograd, the teacher's probabilities shared.
+Each variant runs in its own process. Its peak is the largest resident size (getrusage) minus the resident size before the step, when
+weights and inputs already exist. So it counts everything that a step allocates, including gradients and buffers of kernels. Large CPU
+tensors are mapped and unmapped one by one, so no freed memory is counted. The naive loss is the usual one: autograd keeps the log-softmax
+of every depth; the teacher's probabilities are shared.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def shape(hidden: int, vocab: int) -> TargetShape:
 
 
 def naive_loss(drafter: Drafter, batch: TargetBatch, depth: int, decay: float) -> Tensor:
-    """Forward KL with all logits in memory, fp32 as in every trainer that does it so."""
+    """Forward KL with all logits in memory, in fp32 as other trainers do it."""
     drafts = unroll(drafter, batch.roots(), batch.documents_BT, depth)
     with torch.no_grad():
         log_p_BTV = F.log_softmax(drafter.ends.logits(batch.final_BTD).float(), dim=-1)

@@ -1,4 +1,4 @@
-"""A pair whose acceptance is a dial: a random Llama, and its own first layers as its drafter.
+"""A target and drafter whose acceptance can be set: a random Llama, and its own first layers as the drafter.
 
 The later layers write little into the residual stream (their output projections are scaled down), so the first layers
 mostly agree with the whole. Nothing is trained, and both sides of a comparison decode with the very same two modules.
@@ -16,7 +16,7 @@ from headstart.inference.decoding.target import Target
 
 
 def first_layers(target: Target, layers: int) -> Drafter:
-    """An independent language model that is the target's embedding, first layers, final norm and head: a copy of its own."""
+    """A language model made of copies of the target's embedding, first layers, final norm and head."""
     config = target.config.to_diff_dict() | {"model_type": target.config.model_type, "num_hidden_layers": layers}
     drafter: Any = hub.build("draft_lm", target.shape, config={k: v for k, v in config.items() if k not in ("dtype", "layer_types")})
     weights = target.model.state_dict()
@@ -27,7 +27,7 @@ def first_layers(target: Target, layers: int) -> Drafter:
 
 
 def plant(model: Any, first: int, dial: float, confidence: float = 1.0) -> None:
-    """Layers after the ``first`` write ``dial`` times as much; ``confidence`` times the logits. In place."""
+    """Multiply the output of layers after the ``first`` by ``dial``, and the logits by ``confidence``. In place."""
     with torch.no_grad():
         for layer in model.model.layers[first:]:
             layer.self_attn.o_proj.weight.mul_(dial)
@@ -36,9 +36,9 @@ def plant(model: Any, first: int, dial: float, confidence: float = 1.0) -> None:
 
 
 def planted_pair(config: Any, *, first: int, dial: float, confidence: float, seed: int) -> tuple[Target, Drafter]:
-    """``config``: of a Llama with an output head of its own (tied, it would say its input again). In bf16 on the CPU.
+    """``config``: of a Llama whose output head is not tied (a tied one would repeat its input). In bf16 on the CPU.
 
-    Its weights have unit gain, so that what it says hangs on all of its context and does not run into a circle.
+    Its weights have unit gain, so that its output depends on the whole context and does not become periodic.
     """
     from transformers import AutoModelForCausalLM
 

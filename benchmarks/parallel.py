@@ -1,10 +1,10 @@
-"""Is a training the same however it is spread? Every way to be parallel and every place of the target, against one process.
+"""Does parallel training give the same result? Compares every parallel mode and placement of the target with one process.
 
     python benchmarks/parallel.py [--processes 2 4] [--ways ddp zero1 fsdp deepspeed]
 
-The shipped target, EXPERIMENTS.md, five steps of 4 rows of 128 tokens, fp32, AdamW at the rate of trainer=full; gloo on the CPU. The
-processes of a case share its rows. Writes benchmarks/results/parallel.json (--out), a row for each case: largest_difference of a weight
-after the five steps (absolute), of a loss and of a gradient's norm (relative). Exit status 1 where one is above the bounds.
+The shipped target trains on EXPERIMENTS.md: five steps of 4 rows of 128 tokens, fp32, AdamW at the rate of trainer=full, gloo on the CPU.
+The processes of a case share its rows. Writes benchmarks/results/parallel.json (--out) with a row per case: largest_difference of a
+weight after the five steps (absolute), of a loss and of a gradient norm (relative). Exit status 1 if one exceeds its bound.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROWS, STEPS = 4, 5
 
 
 def settings(folder: Path, head: str, way: str, device: str, processes: int) -> dict[str, Any]:
-    """What the door would hand over."""
+    """The settings that `python train.py` would pass on."""
     sizes = [
         f"trainer.steps={STEPS}",
         f"trainer.batch_size={ROWS // processes}",
@@ -46,7 +46,7 @@ def settings(folder: Path, head: str, way: str, device: str, processes: int) -> 
 
 
 def work(folder: Path, cases: list[list[Any]]) -> None:
-    """In every process: train each case, and keep the loss and the norm of each step."""
+    """The work of every process: train each case, and keep the loss and gradient norm of each step."""
     import torch
 
     from headstart.trainers.arm import Arm
@@ -78,7 +78,7 @@ def work(folder: Path, cases: list[list[Any]]) -> None:
 
 
 def run(folder: Path, cases: list[tuple[str, str, str, int]]) -> None:
-    """Cases (head, way, target, processes) of one number of processes, in those processes."""
+    """Run the cases (head, way, target, processes), all of the same number of processes."""
     processes = cases[0][3]
     asked = [[named(c), settings(folder / named(c), c[0], c[1], TARGETS[c[2]], processes)] for c in cases]
     (folder / "cases.json").write_text(json.dumps(asked))

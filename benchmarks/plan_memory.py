@@ -1,11 +1,11 @@
-"""What a plan says of memory, beside what a step really takes: `python train.py plan=true` against the peak of torch's allocator.
+"""Compares the memory that a plan predicts with what a step takes: `python train.py plan=true` against the peak of torch's allocator.
 
     python benchmarks/plan_memory.py            # writes benchmarks/results/plan_memory.json
 
-Each case trains on the CPU: a random target (where it reads, not captured), a drafter, real steps of the loop's own parts (the target's
-pass, unroll, fused loss, backward, clipping, optimiser). ``measured`` is the most that torch held at any time, as its profiler counts
-it, less what it held before the first step, when the weights of both are there: gradients, moments, states and activations.
-``planned_over_measured`` is of that. What libraries map for themselves is not in it (a process is larger by 50 to 150 MB, by the CPU).
+Each case trains on the CPU: a random target (unless states are captured), a drafter, and real steps of the training loop (the target's
+pass, unroll, fused loss, backward, clipping, optimiser). ``measured`` is the most bytes that torch held at any time, as its profiler
+counts them, minus those before the first step, when the weights of both exist: gradients, moments, states and activations remain.
+``planned_over_measured`` is the plan for these over it. Memory that libraries map is not included (50 to 150 MB, depending on the CPU).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def random_target(config: dict[str, Any]) -> Target:
 
 
 def measure(case: dict[str, Any]) -> int:
-    """Train a drafter of a random target for a few steps. Returns the most bytes that this took beside both their weights."""
+    """Train a drafter of a random target for a few steps. Returns the peak in bytes, without the weights of both."""
     torch.manual_seed(0)
     settings, target = settings_of(case), random_target(CONFIG)
     trainer = settings["trainer"]
@@ -104,7 +104,7 @@ def measure(case: dict[str, Any]) -> int:
 
 
 def step(target: Target, arms: Sequence[Arm], tokens_BT: torch.Tensor, half: bool = False) -> None:
-    """All arms learn of one pass of the target."""
+    """One training step of all arms, from one pass of the target."""
     places_BT = torch.arange(tokens_BT.shape[1]).expand_as(tokens_BT)
     batch = TokenBatch(tokens_BT, torch.ones_like(tokens_BT, dtype=torch.bool), places_BT, torch.zeros_like(tokens_BT))
     with torch.autocast("cpu", torch.bfloat16, enabled=half):

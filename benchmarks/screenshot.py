@@ -1,8 +1,8 @@
-"""A picture of a page, for README.md: what somebody sees who opens a report or a comparison.
+"""Takes a picture of a report or comparison page for README.md.
 
     python benchmarks/screenshot.py runs/eagle-tiny-stdlib/report.html --out benchmarks/results/report_page.png
 
-By Debian's Chromium, without a window, at 1,100 pixels' width (--width). --height cuts it below, --dark is how it looks at night.
+Uses Debian's headless Chromium, 1,100 pixels wide (--width). --height limits the height; --dark takes the dark color scheme.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
         await tab.screenshot(args.out, clip=clip)
 
     browse(look)
-    with Image.open(args.out) as picture:  # 128 colours are enough for letters and lines: a third of the bytes
+    with Image.open(args.out) as picture:  # 128 colors suffice for text and lines, at a third of the bytes
         small = picture.convert("RGB").quantize(128)
     small.save(args.out, optimize=True)
     print(f"{args.out}: {args.out.stat().st_size:,} bytes")

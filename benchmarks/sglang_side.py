@@ -103,7 +103,7 @@ class Sglang:
         return model.eval()
 
     def capture(self, target: Any, folder: Path, served: Path, algorithm: str) -> list[int]:
-        """Make ``target`` return the layers that the drafter in ``folder`` reads, as SGLang's server determines. Returns their indices (SGLang's)."""
+        """Make ``target`` return the layers that the drafter in ``folder`` reads. Returns SGLang's numbers of these layers."""
         from sglang.srt.model_executor.model_runner_components.attention_backend_setup import configure_aux_hidden_state_capture
         from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state import resolve_spec_aux_hidden_state_config
         from sglang.srt.runtime_context import get_context
@@ -217,7 +217,7 @@ class Sglang:
         return rows
 
     def corrected(self, model: Any, target: Any, slots: Tensor, before: Tensor) -> Tensor:
-        """Domino's logits after these tokens, [block - 1, vocabulary]: SGLang does not use the last slot."""
+        """Domino's logits after these tokens, [block - 1, vocabulary]: SGLang leaves out the deepest guess."""
         embed, head = target.get_embed_and_head()
         read = model.prefix_gru(embed[before][None])[0][0]
         fix = model.embed_proj(torch.cat([slots, read], dim=-1))

@@ -32,7 +32,7 @@ from headstart.inference.decoding.target import Target
 from headstart.inference.settings import open_decode, open_guesser, open_target
 
 MANY, CHOICES = (64, 8), (8, 64)  # prompts and new tokens of each; choices of one prompt and new tokens of each
-LONG = 256  # tokens of that prompt
+LONG = 256  # tokens of the prompt that gets several choices
 
 
 def open_tiny(to_decode: bool, *overrides: str) -> Target:
@@ -40,13 +40,13 @@ def open_tiny(to_decode: bool, *overrides: str) -> Target:
 
 
 def held_out(target: Target, count: int, tokens: int = 64) -> list[list[int]]:
-    """As the prompts of the report of ``python train.py`` (its seed is 0)."""
+    """The same prompts as in the report of ``python train.py`` with its seed 0."""
     found = stdlib.prompts(count, settings("config")["trainer"]["seed"], target.tokenizer, tokens)
-    return [target.tokenizer(p["text"])["input_ids"] for p in found]  # with the token that it begins texts with, as in training
+    return [target.tokenizer(p["text"])["input_ids"] for p in found]  # begins with the tokenizer's first token, as in training
 
 
 def tiny(target: Target, speculator: Path, prompts: list[list[int]], repeats: int) -> dict[str, Any]:
-    """As the doors decode by default."""
+    """Measure single sequences with the default decoding."""
     decode = open_decode(settings("inference")["decode"])
     drafter, _, policy = open_guesser(decode, str(speculator), target)
     assert drafter is not None
@@ -76,7 +76,7 @@ def tiny(target: Target, speculator: Path, prompts: list[list[int]], repeats: in
 
 
 def many(target: Target, drafter: Drafter, repeats: int) -> dict[str, Any]:
-    """Many short answers at once, and several to one prompt, beside transformers' batched ``generate``. Nobody stops early."""
+    """Many short answers at once, and several for one prompt, against transformers' batched ``generate``. No sequence stops early."""
     (count, new), (choices, longer), stock = MANY, CHOICES, open_tiny(False)
     stock.model.generation_config.eos_token_id = None
     policy = fit_depth(open_decode(settings("inference")["decode"]).policy, drafter)
@@ -109,13 +109,13 @@ def many(target: Target, drafter: Drafter, repeats: int) -> dict[str, Any]:
 
 
 def differing(made: dict[str, list[list[Generation]]], new_tokens: int) -> int:
-    """Answers of so many tokens that the sides do not all give alike."""
+    """The number of answers, of ``new_tokens`` tokens each, on which the sides do not all agree."""
     said = [each[0][0].tokens for each in made.values()]
     return sum(any(a[i : i + new_tokens] != said[0][i : i + new_tokens] for a in said) for i in range(0, len(said[0]), new_tokens))
 
 
 def batched(target: Target, drafter: Drafter | None, **how: Any) -> Run:
-    """All prompts of a batch at once; the tokens of all, one after the other."""
+    """Decode all prompts as one batch. Returns the tokens of all, concatenated."""
 
     def run(prompts: Sequence[Sequence[int]]) -> Generation:
         start = time.perf_counter()
@@ -126,7 +126,7 @@ def batched(target: Target, drafter: Drafter | None, **how: Any) -> Run:
 
 
 def transformers_batched(target: Target, **how: Any) -> Run:
-    """The same by transformers, padded on the left; equal prompts as one with so many choices."""
+    """The same with transformers, padded on the left; equal prompts are one prompt with several choices."""
 
     def run(prompts: Sequence[Sequence[int]]) -> Generation:
         start = time.perf_counter()

@@ -4,18 +4,18 @@ target of random weights in bf16. Needs torch, transformers, accelerate and this
     python benchmarks/train_gpu.py            # at most 9 minutes; appends to benchmarks/results/train_gpu.jsonl
     python benchmarks/train_gpu.py --smoke    # toy shapes on any machine: does it run?
 
-One JSON line per measurement, at once, on standard output and in the file; a measurement that fails leaves its error in its line. The
-loop is that of ``python train.py`` (AdamW, bf16 autocast, the clock of the curves), without its checkpoints.
+Each measurement is written at once as a JSON line, to standard output and to the file; a failed one leaves its error in its line. The
+loop is that of ``python train.py`` (AdamW, bf16 autocast, the same clock), without checkpoints.
 
-- ``matmul``: what this GPU really multiplies in bf16.
-- ``prefill``: the target's pass over a batch, as training asks for it: taps and final states.
-- ``in process``: steps in which the target reads each batch; ``..., torch``: with loss.kernel=torch, not our kernel; ``..., modules``:
-  the target read by its own modules, not ours (heads/kernels/fused.py); ``..., parts``: the share of each part, waited for one by one.
-- ``capture``: the same passes written to disk. ``from captured states``: steps that read them from there, the target let go;
-  ``..., 24 GB``: with what a GPU of 24 GB can give tensors, as ``plan=true`` counts it. ``capture`` stays below that, too: peak_gib.
+- ``matmul``: the measured speed of bf16 matrix products on this GPU.
+- ``prefill``: the target's pass over a batch, with the outputs that training needs: taps and final states.
+- ``in process``: steps in which the target reads each batch; ``..., torch``: with loss.kernel=torch instead of our kernel; ``..., modules``:
+  with the target's own modules instead of ours (heads/kernels/fused.py); ``..., parts``: the share of each part, timed with a wait after it.
+- ``capture``: the same passes, written to disk. ``from captured states``: steps that read these states, after the target was freed;
+  ``..., 24 GB``: with the memory that a GPU of 24 GB has for tensors, as ``plan=true`` counts it. ``capture`` also stays below: peak_gib.
 
-Model FLOPs are those that training counts (trainers/operations.py): products of matrices, and attention as if it were not causal. ``mfu``
-divides by the dense bf16 peak that the maker states for the GPU, ``share_of_matmul`` by the best product above.
+Model FLOPs are counted as in training (trainers/operations.py): matrix products, and attention as if it were not causal. ``mfu`` divides
+by the dense bf16 peak of the GPU's data sheet, ``share_of_matmul`` by the best measured product.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Training:
         self.packed = InMemory(tokens_RT, np.ones(tokens_RT.shape, dtype=np.bool_), place_RT, np.zeros_like(tokens_RT))
         self.shape, self.ends, self.fingerprint = self.target.shape, self.target.ends, self.target.fingerprint
         self.matmul: float | None = None
-        self.flops = dict[str, float]()  # of a row, by what is done with it
+        self.flops = dict[str, float]()  # FLOPs of a row, by the part of the work
         self.folder = Path(mkdtemp(prefix="train_gpu"))
 
     def live(self, batch: TokenBatch, taps: Collection[int]) -> TargetBatch:
@@ -97,16 +97,16 @@ class Training:
         return arm
 
     def fit(self, arm: Arm, rows: int, steps: int, observe: Observe, stream: Any) -> dict[str, float]:
-        """What the clock says of the last steps."""
+        """Train, and return the clock's figures of the last steps."""
         AcceleratorState._reset_state(reset_partial_state=True)
         accelerator = Accelerator(mixed_precision="bf16", cpu=self.device.type == "cpu")
         loop = dict(steps=steps, accumulate=1, save_every=10 * steps, keep=1, eval_every=10 * steps, resume=False)
-        with redirect_stdout(sys.stderr):  # the bar
+        with redirect_stdout(sys.stderr):  # the progress bar
             fit([arm], lambda start, rank, world: stream(rows, 0, start, rank, world), observe, [], accelerator, **loop)  # type: ignore[arg-type]
         return arm.tracker.kept  # type: ignore[attr-defined]
 
     def steps(self, rows: int, what: str, kernel: str = "auto", memory: float | None = None) -> dict[str, Any]:
-        """``memory``: bytes that tensors may take."""
+        """Measure steps. ``memory``: bytes that tensors may take."""
         observe, stream = (self.live, self.packed.stream) if what == "in process" else (self.stored, self.opened)
         if what not in self.flops:
             with Operations() as counted:
@@ -122,7 +122,7 @@ class Training:
         return Shards(self.folder / "shards", self.fingerprint).stored_stream(*place, pin=self.device.type == "cuda")
 
     def rates(self, tokens_per_second: float, flops: float) -> dict[str, Any]:
-        """``flops``: of a row."""
+        """The rates of a measurement. ``flops``: per row."""
         done = flops * tokens_per_second / self.length
         most = peak(self.device)
         ratios = {"mfu": most and done / most, "share_of_matmul": self.matmul and done / self.matmul}
@@ -142,7 +142,7 @@ class Training:
 
     @contextmanager
     def peak(self) -> Iterator[dict[str, Any]]:
-        """GiB of tensors on the GPU, at most (on a CPU nobody counts them)."""
+        """The peak of tensors on the GPU in GiB (not counted on a CPU)."""
         found: dict[str, Any] = {"peak_gib": None}
         gc.collect()
         if self.device.type == "cuda":
@@ -154,7 +154,7 @@ class Training:
 
 
 class Curves:
-    """In a tracker's place: the last numbers of a training."""
+    """A tracker that keeps the last figures of a training."""
 
     def __init__(self) -> None:
         self.kept: dict[str, float] = {}
@@ -190,7 +190,7 @@ def measure_prefill(made: Training, rows: int) -> dict[str, Any]:
 
 
 def by_modules(made: Training, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The target read by its own modules."""
+    """Inside, the target runs with its own modules."""
     quick, made.target.quick = made.target.quick, False
     try:
         return measure()
@@ -199,7 +199,7 @@ def by_modules(made: Training, measure: Callable[[], dict[str, Any]]) -> dict[st
 
 
 def measure_parts(made: Training, rows: int) -> dict[str, Any]:
-    """Shares of the wall clock; ``rest``: data, counting and the host between the parts. The drafter's forward pass is ``unroll``."""
+    """Shares of wall-clock time. ``unroll``: the drafter's forward pass; ``rest``: data, counting and the host between the parts."""
     took, arm = Counter[str](), made.arm()
 
     def watch(owner: Any, name: str, part: str) -> None:
@@ -218,7 +218,7 @@ def measure_parts(made: Training, rows: int) -> dict[str, Any]:
         undo.append(lambda: setattr(owner, name, call))
 
     undo: list[Callable[[], None]] = []
-    made.fit(arm, rows, 2, made.live, made.packed.stream)  # what the first steps alone do
+    made.fit(arm, rows, 2, made.live, made.packed.stream)  # work that only the first steps do
     arm = made.arm()
     places = (learner, "unroll", "unroll"), (learner, "fused_loss", "loss"), (Parallel, "backward", "backward")
     for owner, name, part in (*places, (arm, "step", "optimizer"), (made.target, "read", "target")):
@@ -243,7 +243,7 @@ def measure_capture(made: Training) -> dict[str, Any]:
 
 
 def let_go(made: Training) -> dict[str, Any]:
-    """Of everything of the target but its embedding and head."""
+    """Free everything of the target except its embedding and head."""
     made.ends.whole = None
     del made.target, made.bench.target, made.bench.model
     with made.peak() as found:

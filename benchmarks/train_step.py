@@ -1,4 +1,4 @@
-"""One EAGLE-3 training step beside those of other libraries, each in an environment of its own.
+"""Compares one EAGLE-3 training step with those of other libraries, each in its own environment.
 
     python benchmarks/train_step.py --peer speculators=PYTHON --peer specforge=PYTHON --peer modelopt=PYTHON
         # writes benchmarks/results/train_step.json
@@ -6,19 +6,19 @@
         # on a GPU: writes benchmarks/results/train_step_gpu.json, with a side "torch" (ours with loss.kernel=torch). speculators reads one
         # token less, and its attention there wants a multiple of 128
 
-PYTHON: that of an environment with the library (`pip install --no-deps NAME==VERSION`, its dependencies, torch as here; transformers as
-here, but 5.8.1 for specforge 0.2.0, which also imports triton, and 5.14.1 for nvidia-modelopt 0.47.0).
-The same weights, inputs and kind of head (trained, or frozen as two of them have it by default) on every side, one thread each; a
-process a side (benchmarks/train_step_side.py), which are asked for a step in turn. Of each side the fastest, in seconds of the
-processor, user's and system's: on a machine that others use, too, they say more than a clock. On a GPU they are of the clock.
-A step is the unroll, the loss and all gradients. Ours has no figures, as nine of ten steps of a training; a tenth of what they cost is
-added. Peers count how many guesses are right in every step, as they are written.
+PYTHON: the Python of an environment with the library (`pip install --no-deps NAME==VERSION`, its dependencies, the torch used here, and the
+transformers used here, except 5.8.1 for specforge 0.2.0, which also imports triton, and 5.14.1 for nvidia-modelopt 0.47.0).
+All sides have the same weights, inputs and kind of head (trained, or frozen as in two of the libraries by default) and one thread. Each
+side is a process (benchmarks/train_step_side.py); they are asked for a step in turn. The fastest step of each side counts, in CPU seconds
+(user and system), which on a shared machine are more reliable than wall-clock time. On a GPU it is wall-clock time.
+A step is the unroll, the loss and all gradients. Our step computes no metrics, like nine of ten steps of a training; a tenth of their cost
+is added. The peers count correct guesses in every step, as their code does.
 
-- ``seconds_over_best_peer_32k``, ``..._128k``: ours over the fastest peer's, the worst of the rows of that vocabulary
-- ``memory_over_best_peer``: what the resident size grows by within a step, over the peer's that grows least, the worst row
-- ``rows``: of each case what every side took, and ``largest_difference`` of its losses to ours, relative
-- ``not_measured``: peers that were not asked
-- ``accepted...`` is of benchmarks/accepted.py, and stays
+- ``seconds_over_best_peer_32k``, ``..._128k``: our time over the fastest peer's, the worst row of that vocabulary
+- ``memory_over_best_peer``: growth of the resident size within a step, over that of the best peer, the worst row
+- ``rows``: per case the figures of every side, with ``largest_difference``, the largest relative difference of its losses to ours
+- ``not_measured``: peers that were not given
+- ``accepted...``: from benchmarks/accepted.py, kept unchanged
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PEERS = [side for side in SIDES if side != "headstart"]
 
 
 class Side(Client):
-    """A process with a model, which takes a step where it is asked."""
+    """A process with a model that takes a training step on request."""
 
     def __init__(self, python: str, side: str, folder: Path, case: dict[str, Any]) -> None:
         command = [python, str(Path(__file__).with_name("train_step_side.py")), side, str(folder), json.dumps(case)]
@@ -58,15 +58,15 @@ class Side(Client):
     def step(self) -> None:
         self.say({})
         made = self.hear()
-        most = max(made["peak_bytes"], self.best.get("peak_bytes", 0))  # the first step's: later ones find memory that was kept
+        most = max(made["peak_bytes"], self.best.get("peak_bytes", 0))  # usually of the first step: later steps reuse memory
         if not self.best or made["seconds"] < self.best["seconds"]:
             self.best = made
         self.best["peak_bytes"] = most
 
 
 def write(folder: Path, vocab: int, hidden: int, tokens: int, device: str) -> None:
-    """Weights and inputs, random, made on ``device``. The final states have the size that a norm leaves: a library that norms them again
-    changes nothing.
+    """Write random weights and inputs, made on ``device``. The final states are scaled as after a norm, so that a library that norms them
+    again changes nothing.
     """
     torch.manual_seed(0)
     with torch.device(device):
@@ -83,7 +83,7 @@ def write(folder: Path, vocab: int, hidden: int, tokens: int, device: str) -> No
 
 
 def row(pythons: dict[str, str], folder: Path, case: dict[str, Any], turns: int) -> dict[str, Any]:
-    """All sides on one case."""
+    """The row of one case: all sides measured on it."""
     sides = {"headstart": Side(sys.executable, "headstart", folder, case | {"figures": False})}
     sides["figures"] = Side(sys.executable, "headstart", folder, case | {"figures": True})
     if case["device"] == "cuda":
@@ -109,7 +109,7 @@ def row(pythons: dict[str, str], folder: Path, case: dict[str, Any], turns: int)
 
 
 def put(path: Path, found: dict[str, Any]) -> None:
-    """Beside what else the file holds (of accepted.py)."""
+    """Store the result. Other keys of the file (from accepted.py) stay."""
     before = json.loads(path.read_text()) if path.is_file() else {}
     keep(path, before | found)
 
@@ -134,7 +134,7 @@ def main() -> None:
     pythons = dict(peer.split("=", 1) for peer in args.peer)
     if unknown := set(pythons) - set(PEERS):
         cli.error(f"--peer: {', '.join(unknown)} is none of {', '.join(PEERS)}")
-    words = [word for i, word in enumerate(sys.argv[1:]) if "--out" not in (word, sys.argv[i])]  # where to is nobody's business
+    words = [word for i, word in enumerate(sys.argv[1:]) if "--out" not in (word, sys.argv[i])]  # the result does not depend on --out
     said = [word.partition("=")[0] + "=PYTHON" if "=" in word else word for word in words]
     results: dict[str, Any] = {"command": " ".join(["python", "benchmarks/train_step.py", *said])}
     about = {"machine": machine(torch.device(args.device)), "provenance": provenance()}

@@ -1,14 +1,14 @@
-"""One EAGLE-3 training step of ours or of another library, in the environment of that library, for benchmarks/train_step.py.
+"""One side of benchmarks/train_step.py: EAGLE-3 training steps of Headstart or another library, in that library's environment.
 
     python train_step_side.py SIDE FOLDER CASE      # SIDE: headstart, speculators, speculators_torch (on a GPU), specforge, modelopt,
                                                     # modelopt_compiled
 
-Reads the weights and inputs that train_step.py wrote to ``FOLDER`` (safetensors, names of EAGLE-3 files), makes the model of CASE (JSON)
-of them and then takes a step for every line of standard input: a line of JSON with ``seconds`` (of the processor, user's and system's),
-``faults`` (pages that were mapped), ``peak_bytes`` (largest resident size within the step, less that before it) and ``losses``, by
-depth. On a GPU ``seconds`` are those of the clock until the GPU is done, and ``peak_bytes`` those of its tensors. Between steps it waits.
-The libraries are imported as they are; what a training loop of theirs does beside the model's forward and backward pass (optimiser,
-clipping, data) is left out on every side.
+Reads the weights and inputs that train_step.py wrote to ``FOLDER`` (safetensors, named as in EAGLE-3 files) and makes the model of CASE
+(JSON) from them. For every line of standard input it then takes a step and prints a line of JSON: ``seconds`` (CPU time, user and
+system), ``faults`` (page faults), ``peak_bytes`` (largest resident size within the step minus that before it) and ``losses`` by depth.
+On a GPU, ``seconds`` is wall-clock time until the GPU is done, and ``peak_bytes`` counts its tensors. Between steps the process waits.
+The libraries are unmodified. What their training loops do besides forward and backward (optimiser, clipping, data) is left out on
+every side.
 
 Shape suffixes: B batch (1), T positions, D hidden.
 """
@@ -34,12 +34,12 @@ from torch import Tensor, nn
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TAPS = (2, 6, 9)
-Step = Callable[[int], tuple[Tensor, Callable[[], list[float]]]]  # of so many tokens: the loss to derive, and the losses by depth
+Step = Callable[[int], tuple[Tensor, Callable[[], list[float]]]]  # number of tokens -> the loss to differentiate, and a function for the losses by depth
 Weights = dict[str, Tensor]
 
 
 def llama(case: dict[str, Any], **more: Any) -> Any:
-    """The drafter's layer, as transformers describes it."""
+    """The transformers config of the drafter's layer."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -51,7 +51,7 @@ def llama(case: dict[str, Any], **more: Any) -> Any:
 
 
 def fill(model: nn.Module, weights: Weights, renamed: Callable[[str], str], ignored: tuple[str, ...]) -> None:
-    """Raises RuntimeError where a weight has no place, or a place none of ``weights``."""
+    """Load ``weights``. Raises RuntimeError if a weight has no parameter, or a parameter no weight."""
     found = model.load_state_dict({renamed(name): tensor for name, tensor in weights.items()}, strict=False)
     missing = [name for name in found.missing_keys if name not in ignored]
     if missing or found.unexpected_keys:
@@ -88,7 +88,7 @@ def headstart(case: dict[str, Any], weights: Weights, given: Weights) -> tuple[n
 
 
 def speculators(case: dict[str, Any], weights: Weights, given: Weights, losses: str = "fused") -> tuple[nn.Module, Step]:
-    """``losses``: theirs in Triton, on a GPU, or torch's, which their torch.compile fuses."""
+    """``losses``: the library's Triton losses (on a GPU), or its torch losses, which its torch.compile fuses."""
     from speculators.config import SpeculatorsConfig, VerifierConfig
     from speculators.losses import resolve_loss_config
     from speculators.models.eagle3 import Eagle3SpeculatorConfig
@@ -128,7 +128,7 @@ def speculators(case: dict[str, Any], weights: Weights, given: Weights, losses: 
 
 
 def specforge(case: dict[str, Any], weights: Weights, given: Weights) -> tuple[nn.Module, Step]:
-    """On a CPU with its loss in torch, which it keeps beside its Triton kernel: interpreted the kernel takes minutes."""
+    """On a CPU it uses its torch loss: its Triton kernel would have to be interpreted, which takes minutes."""
     from specforge.algorithms.eagle3 import model as eagle3
     from specforge.core.loss import _compute_loss
     from specforge.modeling.draft.llama3_eagle import LlamaForCausalLMEagle3
@@ -143,12 +143,12 @@ def specforge(case: dict[str, Any], weights: Weights, given: Weights) -> tuple[n
 
     def step(n: int) -> tuple[Tensor, Callable[[], list[float]]]:
         x_BT, judged_BT = given["tokens"][:, 1:n], torch.arange(1, n, device=given["head"].device)[None] < n - 1
-        with torch.no_grad():  # its target's pass ends in logits
+        with torch.no_grad():  # its target's pass returns logits, so the head runs here
             said = given["final"][:, 1:n] @ given["head"].T
         losses = model(x_BT, torch.ones_like(x_BT, dtype=torch.bool), said, judged_BT[..., None], given["states"][:, : n - 1])[0]
         total = sum((case["decay"] ** k * loss for k, loss in enumerate(losses)), torch.zeros(()))
 
-        def by_depth() -> list[float]:  # it divides by all positions, and leaves out the target's entropy
+        def by_depth() -> list[float]:  # its losses are divided by all positions, and lack the target's entropy
             entropy_T = torch.cat([entropy(some) for some in said[0].split(64)])
             return [float(loss) * (n - 1) / (n - 2 - k) - float(entropy_T[k : n - 2].mean()) for k, loss in enumerate(losses)]
 
@@ -158,7 +158,7 @@ def specforge(case: dict[str, Any], weights: Weights, given: Weights) -> tuple[n
 
 
 def modelopt(case: dict[str, Any], weights: Weights, given: Weights, compiled: bool = False) -> tuple[nn.Module, Step]:
-    """Its Eagle module over states that were read before. ``compiled``: by torch, as it is by default; for one length, in minutes."""
+    """Its Eagle module over given states. ``compiled``: with torch.compile, its default, which takes minutes per length."""
     import modelopt.torch.speculative as speculative
     from transformers import LlamaForCausalLM
 
@@ -179,7 +179,7 @@ def modelopt(case: dict[str, Any], weights: Weights, given: Weights, compiled: b
     own = {name: weight for name, weight in weights.items() if name != "embed_tokens.weight"}
     fill(model.eagle_module, own, lambda name: name.replace("midlayer.", "layers.0."), ())
     model.train()
-    said: list[Tensor] = []  # the loss of each depth, which it does not return
+    said: list[Tensor] = []  # collects the loss of each depth, which the model does not return
     judged = model._eagle_loss
 
     def judge(*arguments: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,14 +191,14 @@ def modelopt(case: dict[str, Any], weights: Weights, given: Weights, compiled: b
 
     def step(n: int) -> tuple[Tensor, Callable[[], list[float]]]:
         said.clear()
-        if any(mask.shape[-2] != n for mask in model._cached_attn_blk_masks.values()):  # kept from another length
+        if any(mask.shape[-2] != n for mask in model._cached_attn_blk_masks.values()):  # cached for another length
             model._cached_attn_blk_masks.clear()
         x_BT = given["tokens"][:, :n]
         judged_BT = torch.arange(n, device=x_BT.device)[None] < n - 1
         read = {"base_model_hidden_states": given["final"][:, :n], "aux_hidden_states": given["states"][:, :n]}
         loss = model(x_BT, attention_mask=torch.ones_like(judged_BT), loss_mask=judged_BT, base_model_outputs=read).loss
 
-        def by_depth() -> list[float]:  # it leaves out the target's entropy
+        def by_depth() -> list[float]:  # its losses lack the target's entropy
             entropy_T = torch.cat([entropy(rows @ given["head"].T) for rows in given["final"][0, :n].split(64)])
             return [float(loss) - float(entropy_T[1 + k : n - 1].mean()) for k, loss in enumerate(said)]
 
@@ -222,7 +222,7 @@ SIDES: dict[str, tuple[Callable[..., tuple[nn.Module, Step]], str]] = {
 
 
 def resident(field: str) -> int:
-    """Bytes: VmRSS now, VmHWM the most since it was last reset (Linux)."""
+    """Resident bytes (Linux). VmRSS: now; VmHWM: the peak since the last reset."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024
 
@@ -267,7 +267,7 @@ def main() -> None:
     args = cli.parse_args()
     side, folder, case = args.side, args.folder, args.case
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints is no answer
+    os.dup2(2, 1)  # only answers go to standard output, not what a library prints
     torch.manual_seed(0)
     torch.set_num_threads(1)
     make, package = SIDES[side]
@@ -280,7 +280,7 @@ def main() -> None:
         of_target = name.startswith(("embed_tokens.", "verifier_", "model.")) or (side.startswith("modelopt") and name == "lm_head.weight")
         weight.requires_grad_(not of_target and (case["trained"] or not name.endswith("lm_head.weight")))
     start = time.perf_counter()
-    # Loads what the first step loads. What is compiled is so for one length, or for any once there were two.
+    # Warms up. torch.compile compiles for one length first, and for any length after a second one.
     once = device.type == "cuda" or side == "modelopt_compiled"
     for tokens in (case["tokens"],) if once else (4 * case["depth"], 5 * case["depth"]):
         measured(model, step, tokens, device)

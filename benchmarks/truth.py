@@ -1,13 +1,13 @@
-"""Expected beside decoded: every kind of drafter, a chain and a tree, temperature 0 and 1, on several targets.
+"""Compares expected with decoded lengths: every kind of drafter, a chain and a tree, temperature 0 and 1, several targets.
 
     python benchmarks/truth.py                      # about ten minutes on one core
     python benchmarks/truth.py --heads eagle mtp
 
-At temperature 0 the two must be equal to the token; above it they may part by chance (``standard_error``, of their difference). The
-targets: the tiny one with its trained drafter, a random one of another architecture that is made here, and what --targets names, where
-that is there. All other drafters are untrained: whether the two numbers are equal does not hang on how good they are.
+At temperature 0 both must be exactly equal; above it they may differ by chance (``standard_error`` of the difference). The targets are
+the tiny one with its trained drafter, a random one of another architecture, and those of --targets that exist. All other drafters are
+untrained: whether the two numbers agree does not depend on how good a drafter is.
 
-Writes benchmarks/results/truth.json. No timings: it may run beside other work.
+Writes benchmarks/results/truth.json. It measures no times, so other work may run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RANDOM: dict[str, Any] = dict(vocab_size=512, hidden_size=64, num_hidden_layers=
 
 
 def random_target() -> Target:
-    """Of larger weights than usual, so that it says something."""
+    """A random target with larger weights than usual, so that its output varies."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -55,7 +55,7 @@ def random_target() -> Target:
 
 
 def targets(folders: Sequence[str]) -> Iterator[tuple[str, Target]]:
-    """With their names; a folder that is not there is passed over."""
+    """Yield the targets with their names. Folders that do not exist are skipped."""
     for folder in folders:
         path = Path(folder) if Path(folder).is_dir() else ROOT / folder
         if path.is_dir():
@@ -66,7 +66,7 @@ def targets(folders: Sequence[str]) -> Iterator[tuple[str, Target]]:
 
 
 def drafters(name: str, target: Target, heads: Sequence[str]) -> Iterator[tuple[str, Drafter]]:
-    """The trained one where it is the tiny target's; those that cannot be built for a target are named."""
+    """The drafters of a target: the trained one for tiny. Drafters that cannot be built for it are printed."""
     if name == "tiny":
         yield "eagle, trained", load_attached(ROOT / "assets" / "tiny_eagle", target)
     for head in heads:
@@ -77,7 +77,7 @@ def drafters(name: str, target: Target, heads: Sequence[str]) -> Iterator[tuple[
 
 
 def rows(name: str, head: str, target: Target, drafter: Drafter, prompts: int, new_tokens: int) -> list[dict[str, Any]]:
-    """One of each tree and temperature."""
+    """One row per tree and temperature."""
     generator = torch.Generator().manual_seed(0)
     asked = [torch.randint(3, target.shape.vocab_size, (9,), generator=generator).tolist() for _ in range(prompts)]
     truth, _ = decode_beside(target, drafter, drafter, asked, TREE, SamplingParams(), new_tokens)
