@@ -9,8 +9,9 @@ loop is that of ``python train.py`` (AdamW, bf16 autocast, the same clock), with
 
 - ``matmul``: the measured speed of bf16 matrix products on this GPU.
 - ``prefill``: the target's pass over a batch, with the outputs that training needs: taps and final states.
-- ``in process``: steps in which the target reads each batch; ``..., torch``: with loss.kernel=torch instead of our kernel; ``..., modules``:
-  with the target's own modules instead of ours (heads/kernels/fused.py); ``..., parts``: the share of each part, timed with a wait after it.
+- ``in process``: steps in which the target reads each batch; ``..., torch``: with loss.kernel=torch instead of our kernel;
+  ``..., modules``: with the target's own modules instead of ours (heads/kernels/fused.py); ``..., parts``: the share of each part, timed
+  with a wait after it.
 - ``capture``: the same passes, written to disk. ``from captured states``: steps that read these states, after the target was freed;
   ``..., 24 GB``: with the memory that a GPU of 24 GB has for tensors, as ``plan=true`` counts it. ``capture`` also stays below: peak_gib.
 

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TAPS = (2, 6, 9)
-Step = Callable[[int], tuple[Tensor, Callable[[], list[float]]]]  # number of tokens -> the loss to differentiate, and a function for the losses by depth
+Step = Callable[[int], tuple[Tensor, Callable[[], list[float]]]]  # tokens -> the loss, and the losses by depth
 Weights = dict[str, Tensor]
 
 

@@ -35,10 +35,10 @@ from headstart.heads.parent import forks_end_with_it
 from headstart.heads.stored import LARGEST_INDEX, read_json
 
 VERSION = 4  # raise it when the same rows give other documents than before
-MAPPED = 1 << 28  # bytes: a process releases its mapped pages after reading about so many
+MAPPED = 1 << 28  # bytes: after reading about this many, a process releases its mapped pages
 AROUND = 1 << 20  # bytes: an estimate of what Linux maps additionally for a document, since it maps large pages of its cache whole
 BATCH = 256  # rows that a process tokenises at a time
-SHARE = 1024  # rows for each process: fewer are not worth another process
+SHARE = 1024  # rows per process: for fewer another process does not pay
 
 Made = Document | str  # a row's document, or the reason why it has none
 Encode = Callable[[list[Any]], list[Made]]  # from rows (data/rows.py) to what is made of each
@@ -66,7 +66,7 @@ class Mapped:
                 used = np.array(why.is_null().to_numpy(zero_copy_only=False))
                 sizes.append(np.where(used, np.diff(offsets), -1))
                 rows.append(row.to_numpy())
-        self._first = np.cumsum([0, *map(len, sizes)])  # of each chunk
+        self._first = np.cumsum([0, *map(len, sizes)])  # the first row of each chunk
         of, self.rows = (np.concatenate([np.empty(0, np.int64), *parts]) for parts in (sizes, rows))
         self._kept = np.flatnonzero(of >= 0)
         self.sizes, self.rows, self._read = of[self._kept], self.rows[self._kept], 0

@@ -42,7 +42,7 @@ from headstart.heads.files import sealed
 from headstart.inference.decoding.target import Target
 
 POLL, PATIENCE = 0.5, 30.0  # seconds between two looks for files of other processes; seconds to wait for the last ones at the end
-LOOK = 5.0  # seconds between two looks while rows are read; longer, because a bucket is slow to list
+LOOK = 5.0  # seconds between two looks while rows are read; longer, because listing a bucket is slow
 
 
 class Capturing:

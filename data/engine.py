@@ -181,8 +181,8 @@ def _unlocked(path: Path) -> bool:
 
 
 def command(model: str, layers: Sequence[int], *, length: int, dtype: str, folder: str, port: int) -> list[str]:
-    """The command that starts such a server, for texts of up to ``length`` tokens. ``layers``: serve the state after
-    so many layers, for each. ``folder``: where the server writes its files.
+    """The command that starts such a server, for texts of up to ``length`` tokens. ``layers``: the state after each of
+    these numbers of layers is served. ``folder``: where the server writes its files.
     """
     asked = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}}
     extraction = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": asked}

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from headstart.inference.serving.text import BadRow, Messages, conversation, text_of, with_system
 from headstart.inference.serving.thoughts import THOUGHTS
 
-DEEPEST = 64  # levels of tools and arguments: templates and checks go through them by recursion
+DEEPEST = 64  # levels of nesting in tools and arguments, which templates and checks walk recursively
 CALLS, RESULTS = "function_call", ("observation", "function_response")  # ``from`` in ShareGPT's files with tools
 
 
@@ -142,8 +142,8 @@ def _calls(message: Any) -> list[dict[str, Any]]:
 
 
 def _object(value: Any, what: str, exact: bool = False) -> Any:
-    """A copy of the value; of a JSON text (None for a blank one) what it says. ``exact``: it is a part of a JSON text. Keys whose value is
-    None are left out of any other value: a data set gives all rows the same keys, and fills those that a row lacks with None.
+    """A copy of the value. A string is parsed as JSON (None if it is blank). Data sets give all rows the same keys, and set those that a
+    row lacks to None. So keys with the value None are left out, except in JSON text (``exact``: the value was parsed from one).
 
     ``what``: the name of the value, for the error. Raises BadRow for invalid JSON, and for values nested more than ``DEEPEST`` levels.
     """

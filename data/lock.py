@@ -15,7 +15,7 @@ from typing import BinaryIO
 from headstart.heads.errors import UserError
 
 NAME = ".lock"
-OF_RANK = re.compile(r"\.lock-\d+")  # of another process than the first, where several write into one folder
+OF_RANK = re.compile(r"\.lock-\d+")  # locks of the other ranks, if several processes write into one folder
 POLL = 0.2  # seconds between two attempts
 _held: set[BinaryIO] = set()  # open lock files that this process holds
 
@@ -43,7 +43,7 @@ def locked(folder: Path, key: str = "out", name: str = NAME) -> Iterator[None]:
 
 @contextmanager
 def alone(folder: Path, key: str) -> Iterator[None]:
-    """As ``locked``, for a folder that several processes write, each with a lock of its own: inside, none of them does."""
+    """Inside, no other process writes the folder: holds its lock, and those of all ranks that write into it. Raises as ``locked`` does."""
     with locked(folder, key), ExitStack() as stack:
         for path in sorted(folder.iterdir()):
             if OF_RANK.fullmatch(path.name):
@@ -69,14 +69,14 @@ def waiting(path: Path, key: str, what: str = "") -> Iterator[None]:
         _held.add(file)
         yield
     finally:
-        if file in _held:  # in a forked process it is not, and the lock stays with the parent
+        if file in _held:  # not in a forked process: there the lock stays with the parent
             _held.discard(file)
             path.unlink(missing_ok=True)  # before it is released: a process that has opened it meanwhile sees that it is gone
             file.close()
 
 
 def warn_unlockable(key: str, path: Path, error: OSError) -> None:
-    """Say that ``key=path`` lies on a file system without locks. What writes there goes on."""
+    """Print a warning that ``key=path`` lies on a file system without locks. The writer goes on without a lock."""
     print(f"{key}={path} cannot be locked ({error.strerror}): see to it that no other process writes there")
 
 

@@ -1,4 +1,4 @@
-"""Is a loss mask right? Trained with one that is empty, full or shifted, a drafter is worthless, and nothing else would show it."""
+"""Checks loss masks. A drafter trained with an empty, full or shifted mask is worthless, and nothing else would show the mistake."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def _fault(tokenizer: Any, messages: Messages, document: Document, last: bool) -
         own += [_squeeze(part) for call in calls for part in (call["name"], *_spelled(call["arguments"]))]
         thought = next((message[field] for field in THOUGHTS if message.get(field)), "")
         answer = message["content"] if contents[i] in whole else answer_of(message["content"])
-        for text, must in ((answer, not calls), (thought, False)):  # templates may leave out a text beside a call, or a thought
+        for text, must in ((answer, not calls), (thought, False)):  # templates may drop a thought, or a text with a call
             ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             ways = [_squeeze(text), _squeeze(text).removeprefix("<think>"), _squeeze(tokenizer.decode(ids))]  # the last: as normalized
             words = next((words for words in ways if any(words in run for run in said)), None)
-            others = contents[:i] + contents[i + 1 :]  # a thought that is left out may still stand in what another says
+            others = contents[:i] + contents[i + 1 :]  # a thought that is left out here may still occur in another message
             if words is None and (must or any(len(x) >= SHORT and whole.count(x) > sum(o.count(x) for o in others) for x in ways)):
                 return f"shifted: message {i + 1} (assistant) is not all supervised"
             own += [words or "", *map(_squeeze, _THINKING.split(text))]
@@ -69,7 +69,7 @@ def _fault(tokenizer: Any, messages: Messages, document: Document, last: bool) -
 
 
 def _without(text: str, parts: Collection[str]) -> str:
-    """``text`` without these parts, the longest first, since the shorter ones may stand in them. Those below ``SHORT`` are left."""
+    """``text`` without these parts, the longest first, since shorter ones may be part of them. Those below ``SHORT`` stay."""
     for part in sorted({part for part in parts if len(part) >= SHORT}, key=len, reverse=True):
         text = text.replace(part, " ")
     return text
@@ -88,7 +88,7 @@ def _said(tokenizer: Any, document: Document) -> list[str]:
 
 
 def _spelled(value: Any) -> Iterator[str]:
-    """Every string and number in the arguments of a tool call, however deep, in all spellings that a template may give it."""
+    """Every string and number in the arguments of a tool call, at any depth, in all spellings that a template may use."""
     if isinstance(value, str):
         yield from (value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1])
     elif isinstance(value, int | float):

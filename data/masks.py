@@ -24,9 +24,9 @@ from headstart.inference.serving.thoughts import BEGUN, THOUGHTS
 
 _THOUGHT = re.compile(r"\A<think>.*?</think>\s*", re.DOTALL)  # a complete thought in front of an answer
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_FIELD = re.compile(rf"""([\w\]]+)(?:\.get\(['"]|\.|\[['"])({"|".join(THOUGHTS)})\b""")  # of what a template reads which field as a thought
-_BLOCK = re.compile(r"""for\s+(\w+)\s+in\s+[\w\[\].'"-]*content\b""")  # what a template calls a part of a message's content
-_WRITTEN = (("<think>\n", "\n</think>\n\n"), ("[THINK]", "[/THINK]"))  # thoughts in a text, of DeepSeek's and Mistral's kind
+_FIELD = re.compile(rf"""([\w\]]+)(?:\.get\(['"]|\.|\[['"])({"|".join(THOUGHTS)})\b""")  # where a template reads a thought
+_BLOCK = re.compile(r"""for\s+(\w+)\s+in\s+[\w\[\].'"-]*content\b""")  # a template's loop over the parts of a message's content
+_WRITTEN = (("<think>\n", "\n</think>\n\n"), ("[THINK]", "[/THINK]"))  # marks around thoughts in a text, as DeepSeek and Mistral write them
 
 Spans = list[tuple[int, int]]  # characters of the rendered text
 Tools = list[Any] | None  # the tools that the assistant may call, as the row lists them
@@ -63,7 +63,7 @@ class Template:
             raise UserError("the target's tokenizer gives no character offsets: use its fast version (tokenizer.json)")
 
     def content(self) -> str:
-        """All that the template is: of a tokenizer that has several, as JSON."""
+        """The text of the template; if the tokenizer has several, all of them as JSON."""
         content = self.tokenizer.chat_template
         return content if isinstance(content, str) else json.dumps(content, sort_keys=True)
 
@@ -191,7 +191,7 @@ def _untagged(tokenizer: Any, messages: Messages, tools: Tools, added: tuple[str
 
 def _added(full: str, asked: str, told: str) -> tuple[int, int] | None:
     """The (start, end) in ``full`` of the text that ``told`` adds to ``asked``. Some templates write a thought only in the last turn, so
-    the text is also tried without its thought. None if ``full`` has neither in that place.
+    the text is also tried without its thought. None if ``full`` has neither at that place.
     """
     if full.startswith(asked) and told.startswith(asked):
         said = told[len(asked) :]
@@ -202,8 +202,8 @@ def _added(full: str, asked: str, told: str) -> tuple[int, int] | None:
 
 
 def _closed(full: str, end: int, added: tuple[str, ...], after: Messages) -> int:
-    """The end of a turn whose text ends at ``end``. Where the template writes no token that ends it (GLM-4.5), it includes the one that
-    begins the next message: with that the target stops. ``after``: the messages that follow. The assistant's own header is never learnt.
+    """The end of a turn whose text ends at ``end``. If the template writes no end-of-turn token (GLM-4.5), the target stops with the token
+    that begins the next message, so the turn includes it, unless the next message is the assistant's. ``after``: the messages that follow.
     """
     if not after or after[0]["role"] == "assistant" or full[:end].rstrip().endswith(added):
         return end
@@ -212,7 +212,7 @@ def _closed(full: str, end: int, added: tuple[str, ...], after: Messages) -> int
 
 def _find(full: str, since: int, content: str, told: str, added: tuple[str, ...]) -> tuple[int, int] | None:
     """The (start, end) of a message in ``full``, searched from character ``since`` on. The end includes what closes the message: an added
-    token, or the text that follows it in ``told``, where it is the last message. None if the message is not found.
+    token, or the text that follows it in ``told`` (in which it is the last message). None if the message is not found.
     """
     found = []
     for text in (content.strip(), answer_of(content)):
@@ -224,7 +224,7 @@ def _find(full: str, since: int, content: str, told: str, added: tuple[str, ...]
                 found.append((at, end + max(map(len, closed))))
                 break
             at = full.find(text, at + 1)  # a short text ("assistant") can also stand in a header, but nothing closes it there
-    # The whole text may also stand further behind, said or quoted once more, while its own turn is rendered without the thought.
+    # The whole text may also occur later, repeated or quoted, while its own turn is rendered without the thought: take the first place.
     return min(found, key=lambda place: (place[0], -place[1]), default=None)
 
 

@@ -11,7 +11,7 @@ from headstart.inference.decoding.decode import longest
 from headstart.inference.decoding.info import TargetInfo
 from headstart.inference.serving.text import BadRow, asking, conversation, ids, text_of
 
-NAMED = 100  # a message names at most so many of the prompts that do not fit
+NAMED = 100  # the most prompts that a message names
 
 
 def read(path: str, tokenizer: Any, key: str) -> Iterator[dict[str, Any]]:
@@ -45,8 +45,8 @@ def fitting(
     path: str, count: int | None, target: TargetInfo, new_tokens: int, on_long: str, *, keys: tuple[str, str, str]
 ) -> list[list[int]]:
     """The tokens of the first ``count`` prompts of a file (None: all), which must all fit the target's context with ``new_tokens`` more
-    tokens. With ``on_long="skip"``, those that do not fit are skipped, and others take their place; a line names them. Otherwise UserError
-    does. ``keys``: the names of the user's settings for the file, ``new_tokens`` and ``on_long``, for errors.
+    tokens. With ``on_long="skip"``, those that do not fit are replaced by later ones, and a line names them. Otherwise a UserError names
+    them. ``keys``: the names of the user's settings for the file, ``new_tokens`` and ``on_long``, for errors.
     """
     key, new, setting = keys
     found, sizes, long = list[list[int]](), list[Size](), list[Size]()

@@ -97,9 +97,9 @@ def _engine(config: dict[str, Any], target: Any, sampling: SamplingParams) -> An
     sequences, folder, drafter, policy = config["sequences"], config["speculator"], None, None
     if folder is not None:
         drafter = open_speculator(folder, target)
-        # Above temperature 0 one kind of tree serves any load: another kind draws other samples, and a resumed run must draw the same.
+        # Above temperature 0 one kind of tree serves any load: another kind would draw other samples, and a resumed run must repeat them.
         policy = AUTO if sampling.temperature == 0 else replace(AUTO, kind="dynamic")
-    max_length = min(config["max_length"], target.turn or target.shape.max_positions)  # an engine crosses no turn
+    max_length = min(config["max_length"], target.turn or target.shape.max_positions)  # turn: no engine crosses it
     decoder = Decoder(target, drafter, policy, rule=sampling.rule, max_length=max_length)
     return ByEngine(target, decoder.engine_for(sequences, max_length, decoder.several), sampling, config["new_tokens"])
 
@@ -136,8 +136,8 @@ def main(config: dict[str, Any]) -> None:
         kind = {k: config[k] for k in (["prefix"] if hasattr(module, "texts") else ["turns"])}
         settings = {"target": config["target"]["name"], **by, "tokenizer": vocabulary(tokenizer), "data": data, **kind}
         settings |= {k: config[k] for k in ("temperature", "top_p", "top_k", "seed", "new_tokens")}
-        settings["template"] = hashlib.sha256(template_of(tokenizer).encode()).hexdigest() if template else None  # null: its own
-        settings |= {"capacity": config["max_length"]}  # existing files call it so
+        settings["template"] = hashlib.sha256(template_of(tokenizer).encode()).hexdigest() if template else None  # None: its own
+        settings |= {"capacity": config["max_length"]}  # the key in existing files
         book = JsonlWriter(out, settings, {item.number: item.of for item in items})
         try:
             earlier = book.count

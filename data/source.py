@@ -40,7 +40,7 @@ from headstart.inference.decoding.target import Target
 HOW = ("cache", "workers")  # settings of sources that do not change the rows, so a resumed run may change them
 CONF = Path(__file__).resolve().parents[1] / "conf" / "data"
 HELD_OUT_ROWS = 16  # packed held-out rows that are evaluated during training
-APART = 1024  # only so many first rows of data.held_out are read
+APART = 1024  # only the first rows of data.held_out are read, at most this many
 
 
 class Rows(Protocol):
@@ -92,7 +92,7 @@ def check_source(settings: dict[str, Any]) -> tuple[ModuleType, dict[str, Any]]:
 
 
 def of_rows(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings that the rows of a source depend on, without those in ``HOW``. Applies to the sources within a source too."""
+    """The settings that the rows of a source depend on: all except those in ``HOW``, also for the sources within a mix."""
     kept = {key: value for key, value in settings.items() if key not in HOW}
     return {key: [of_rows(each) for each in value] if key == "sources" else value for key, value in kept.items()}
 
@@ -134,8 +134,9 @@ def _module(settings: dict[str, Any]) -> ModuleType:
 
 
 def _checked(key: str, value: Any, kind: Any) -> Any:
-    """The value of a setting, converted to the type ``kind``. A kind is a word, a list of words, a list of settings, a whole number from 1,
-    or a switch, and may allow null. A word may be written as a number, since files can have such names. Raises UserError for another value.
+    """The value of a setting, converted to the type ``kind``. A kind is a word, a list of words, a list of settings, a positive
+    integer or a boolean, and may allow null. A word may be written as a number, since files can have such names. Raises UserError for any
+    other value.
     """
     if value is None and NoneType in get_args(kind):
         return None
@@ -240,14 +241,14 @@ def apart(held_out: str, path: str, split: str = "train") -> tuple[str, str]:
 
 
 def check_whole(path: str, split: str, subset: str, instead: str = "") -> None:
-    """Raises UserError for a split or subset of what is no dataset. ``instead``: what to take in its place."""
+    """Raises UserError if a split or subset is given for something that is not a dataset. ``instead``: the advice in the message."""
     for key, value in (("split", "" if split == "train" else split), ("subset", subset)):
         if value and not is_dataset(path):
             raise UserError(f"data.{key}={value}: path={path} is no dataset with {key}s, and is read whole: leave it out{instead}")
 
 
 def check_enough(path: str, what: str, count: int) -> None:
-    """Raises UserError for fewer than two documents, of which ``drawn`` holds one out. ``what``: the word for one of them."""
+    """Raises UserError for fewer than two documents, since ``drawn`` holds one out. ``what``: the word for a document."""
     if count < 2:
         raise UserError(f"path={path}: one {what} is held out, so at least two are needed, found {count}; or data.held_out=FILE")
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 SCALE = torch.bfloat16
-OF_A_TOKEN = 4 + 4 + 4 + 1  # bytes of a token without states: its id, its position, its document, its loss mask
+OF_A_TOKEN = 4 + 4 + 4 + 1  # bytes of a token besides its states: id, position, document number, loss mask
 
 
 class Storage(NamedTuple):

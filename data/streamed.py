@@ -31,24 +31,24 @@ from headstart.heads.files import put_text
 from headstart.heads.stored import read_json
 from headstart.inference.decoding.target import Target
 
-BLOCK, HELD = 1024, 64  # rows of the source: in a block, and held out
+BLOCK, HELD = 1024, 64  # rows of the source in a block; rows that are held out
 
 
 class Dropped:
-    """Counts rows that have no document, among those that were read."""
+    """Counts the rows read that have no document."""
 
     def __init__(self, name: str) -> None:
         self.name, self.of, self.count, self.told, self.first = name, 0, 0, 0, list[str]()
 
     def left(self, some: list[Row], reader: Reader) -> list[tuple[Row, Document]]:
-        """The rows that have one, with it. Raises UserError for a bad row, unless the reader skips them."""
+        """The rows that have a document, with it. Raises UserError for a bad row, unless the reader skips bad rows."""
         made = list(zip(some, reader(some), strict=True))
         why = [f"{row.where}: {reason}" for row, reason in made if isinstance(reason, str)]
         self.of, self.count, self.first = self.of + len(made), self.count + len(why), [*self.first, *why][:3]
         return [(row, document) for row, document in made if not isinstance(document, str)]
 
     def tell(self, often: int = 1) -> None:
-        """Log their number, if there are at least ``often`` times as many as were told of before."""
+        """Log the number of rows without a document, if it is at least ``often`` times the number logged before."""
         if self.count >= often * max(self.told, 1):
             tell([left_out(self.name, self.count, self.of, self.first)])
             self.told = self.count
@@ -119,7 +119,7 @@ class Stream:
 
 class _Book:
     """The number of packed rows in each block that a process has read. It is kept on disk for a resumed run, if the disk allows it.
-    ``of``: identifies the corpus. A book of another one, which had the same path, is begun anew.
+    ``of``: identifies the corpus. If the file is of another corpus (of the same path), it is replaced.
     """
 
     def __init__(self, place: Path, rank: int, world: int, of: list[Any]) -> None:
@@ -167,7 +167,7 @@ def open_stream(
     place = arrow.folder_of({"streamed": [path, split, subset, limit, length, BLOCK, count], **reader.about()}, cache)
     stream = Stream(rows, reader, length, place, path, count)
     dropped = Dropped(path)
-    aside = dropped if count else Dropped(path)  # without own ones they are in the first block too, and counted there
+    aside = dropped if count else Dropped(path)  # without ``own`` the held-out rows are in the first block too, and counted there
     made = aside.left(list(islice(rows(0), HELD)), reader)
     found = [document for _, document in made]
     held = found if own is None else own

@@ -1,5 +1,5 @@
-"""A source of tokenised rows: ``{"input_ids": [...], "loss_mask": [...]}``, as other trainers prepare them. In the place of ``loss_mask``
-may stand transformers' ``labels`` (-100 at unsupervised tokens) and ``assistant_masks``, or TRL's ``completion_mask``. Without any, all
+"""A source of tokenised rows: ``{"input_ids": [...], "loss_mask": [...]}``, as other trainers prepare them. Instead of ``loss_mask`` a row
+may have transformers' ``labels`` (-100 at unsupervised tokens) and ``assistant_masks``, or TRL's ``completion_mask``. Without any, all
 tokens are supervised. Tokens that ``attention_mask`` leaves out are padding and are dropped. The tokens must be those of the target's
 tokenizer. The rows do not show which tokenizer made them, so this cannot be checked.
 """
@@ -17,7 +17,7 @@ from headstart.data.source import Source
 from headstart.inference.decoding.target import Target
 from headstart.inference.serving.text import BadRow
 
-MASKS = ("assistant_masks", "completion_mask")  # of transformers and TRL
+MASKS = ("assistant_masks", "completion_mask")  # names of masks in transformers and TRL
 
 
 def open(
@@ -83,7 +83,7 @@ def _learnt(row: dict[str, Any], ids: list[int]) -> np.ndarray:
 
 
 def _mask(row: dict[str, Any], name: str, ids: list[int]) -> np.ndarray | None:
-    """A row's mask; None where it has none of this name. Raises BadRow for one of another length, or of other values than 0 and 1."""
+    """A row's mask, or None if it has no mask of this name. Raises BadRow for a wrong length, or for values other than 0 and 1."""
     if (mask := row.get(name)) is None:
         return None
     if not isinstance(mask, list) or len(mask) != len(ids) or not all(value in (0, 1) for value in mask):

@@ -1,4 +1,4 @@
-"""Doors and what no door may take: command lines, names, files with anything in them, bodies of requests."""
+"""Attacks on the commands by invalid input: command lines, names, files with any content, request bodies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.hostile import HOSTILE
 
 DICE = random.Random(0)
 TALK = b'{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "a"}'
-TEXTS: dict[str, bytes] = {  # what may stand in any file
+TEXTS: dict[str, bytes] = {  # contents that any file may have
     "nothing": b"",
     "spaces": b" \n\n \t",
     "NUL bytes": bytes(300),
@@ -44,7 +44,7 @@ TEXTS: dict[str, bytes] = {  # what may stand in any file
     "wrong types": b'{"prompt": 5, "messages": "a", "turns": {}, "conversations": [5], "text": []}\n',
 }
 THINGS = ("a folder", "a pipe", "a link to itself", "a link to nothing", "unreadable", "an error when read")
-NAMES: dict[str, str] = {  # what may be typed for any path; argv holds bytes that are no UTF-8 as surrogates
+NAMES: dict[str, str] = {  # words that may be typed for any path; argv holds bytes that are not UTF-8 as surrogates
     "a surrogate": "a\udcff",
     "a line break": "a\nb",
     "an escape": "\x1b[31mred",
@@ -67,7 +67,7 @@ NAMES: dict[str, str] = {  # what may be typed for any path; argv holds bytes th
 
 
 BRACKETS = ("head.taps", "loss.terms", "arms", "target.config", "decode.paths", "trainer.betas", "tracker", "prompts")
-Attack = tuple[str, list[str]]  # a door and its words
+Attack = tuple[str, list[str]]  # a command and its arguments
 
 
 def given(words: list[str], **others: str) -> list[str]:
@@ -77,7 +77,7 @@ def given(words: list[str], **others: str) -> list[str]:
 
 
 def lines(world: World, every: int) -> Iterator[Outcome]:
-    """tests/hostile.txt: refused in one line that names what is wrong, before a target is loaded, with nothing written."""
+    """The lines of tests/hostile.txt: refused in one line that names the fault, before a target is loaded; nothing is written."""
 
     def load(*_: object, **__: object) -> None:
         raise AssertionError("a target was loaded")
@@ -135,7 +135,7 @@ def names(world: World, every: int) -> Iterator[Outcome]:
     found = [(kind, attack) for kind, name in NAMES.items() for attack in places(world, name)]
     for kind, attack in found[::every]:
         key = attack[1][-1].partition("=")[0]
-        # a key of the environment is asked for by the endpoint alone; any word may be the name of a target
+        # these may run: only the endpoint reads a key from the environment, and any word may name a target
         yield tried(world, kind, attack, may_run=key in ("key", "target.name"))
         shutil.rmtree(world.folder / "new", ignore_errors=True)
     for key in BRACKETS[::every]:
@@ -151,7 +151,7 @@ def names(world: World, every: int) -> Iterator[Outcome]:
 
 
 def made(path: Path, what: str) -> Path:
-    """Such a file, or what is none."""
+    """Make the file, or something in its place that is not a file."""
     if what in TEXTS:
         path.write_bytes(TEXTS[what])
     elif what == "a folder":
@@ -173,7 +173,7 @@ def gone(path: Path) -> None:
 
 
 def readers(world: World, path: Path) -> list[Attack]:
-    """Every door that reads a file which a setting names."""
+    """Every command that reads a file named by a setting."""
     out, file = world.folder / "new", str(path)
     train = world.run(out)
     captured = [*given(train, data="shards", path=str(world.folder / "shards"), trainer__length="32")]
@@ -190,7 +190,7 @@ def readers(world: World, path: Path) -> list[Attack]:
 
 
 def files(world: World, every: int) -> Iterator[Outcome]:
-    """Anything in the place of prompts, conversations, texts, answers: refused; what was there is as it was."""
+    """Any content instead of prompts, conversations, texts or answers: refused; existing files stay unchanged."""
     path = world.folder / "any.jsonl"
     found = [(what, number) for what in (*TEXTS, *THINGS) for number in range(len(readers(world, path)))]
     for what, number in found[::every]:
@@ -208,7 +208,7 @@ def files(world: World, every: int) -> Iterator[Outcome]:
 
 
 def inside(world: World, every: int) -> Iterator[Outcome]:
-    """Anything in the place of a file of a folder: of a target (which has no digest: it may run), a speculator, a run."""
+    """Any content in a file of a target's folder (it may run, since targets have no digest), a speculator or a run."""
     copy, whole = world.folder / "copy", {"target": world.folder / "target", "speculator": world.speculator, "run": world.folder / "run"}
     places = {
         "target": ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors", "generation_config.json"),
@@ -235,7 +235,7 @@ def inside(world: World, every: int) -> Iterator[Outcome]:
 
 
 def typed(world: World, every: int) -> Iterator[Outcome]:
-    """Into a conversation in a terminal."""
+    """Text typed into a conversation in a terminal."""
     words = [*world.target, f"speculator={world.speculator}", "new_tokens=4"]
     for text in (b"", b"\xff\xfe\n", b"\xed\xa0\x80\n", b"a" * 100_000 + b"\n", b"\0\n", b"/nosuch\n", b"[" * 5000 + b"\n", b"\n\n \n")[
         ::every
@@ -245,7 +245,7 @@ def typed(world: World, every: int) -> Iterator[Outcome]:
 
 
 def sent(world: World, every: int) -> Iterator[Outcome]:
-    """To the endpoint: a status of 4xx, and a message."""
+    """Requests to the endpoint: answered with a 4xx status and a message."""
     from tests.inference.serving.served import CHAT, COMPLETIONS, client
     from tests.inference.serving.test_requests import BAD, BAD_CHATS
 

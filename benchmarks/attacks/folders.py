@@ -1,4 +1,4 @@
-"""What lies on disk, changed: exported speculators, checkpoints, shards. Refused in a line, or it changes nothing."""
+"""Attacks on files that were changed on disk: speculators, checkpoints, shards. They are refused in a line, or change nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.trainers.test_bad_input import settings
 
 
 def flips(file: Path, dice: random.Random, count: int) -> Iterator[Mutation]:
-    """Bits at any place, of the header every third."""
+    """Flipped bits at random places, every third one in the header."""
     whole = file.read_bytes()
     header = 8 + int.from_bytes(whole[:8], "little") if file.suffix == ".safetensors" else len(whole)
     for i in range(count):
@@ -43,7 +43,7 @@ def flips(file: Path, dice: random.Random, count: int) -> Iterator[Mutation]:
 
 
 def pieces(file: Path, dice: random.Random, count: int) -> Iterator[Mutation]:
-    """Pieces of a file lost, doubled, zeroed, exchanged: what a bad copy does."""
+    """Pieces of a file lost, doubled, zeroed or swapped, as by a bad copy."""
     whole = file.read_bytes()
     for i in range(count):
         a, b, c = sorted(dice.randrange(len(whole) + 1) for _ in range(3))
@@ -58,7 +58,7 @@ def pieces(file: Path, dice: random.Random, count: int) -> Iterator[Mutation]:
 
 
 def changes(folder: Path, dice: random.Random, count: int) -> Iterator[Mutation]:
-    """``count`` of each kind: those of tests/mutations.py (all where it is 0), flipped bits, pieces."""
+    """``count`` changes of each kind: those of tests/mutations.py (0: all of them), flipped bits, pieces."""
     known = list(mutations.mutations(folder))
     yield from known if not count else dice.sample(known, min(count, len(known)))
     for file in (folder / WEIGHTS, folder / "config.json"):
@@ -71,7 +71,7 @@ def outcome(of: str, mutation: Mutation, came: str, said: str) -> Outcome:
 
 
 def speculators(world: World, every: int, seed: int) -> Iterator[Outcome]:
-    """Of every format, and the shipped one with its target. ``every``: only so many kinds of drafters, and few changes of each."""
+    """Speculators of every format, and the shipped one with its target. ``every``: fewer kinds of drafters, and few changes of each."""
     from tests.heads.test_mutations import SMALL, opened, saved
 
     dice, scratch = random.Random(seed), world.folder / "speculators"
@@ -98,7 +98,7 @@ def speculators(world: World, every: int, seed: int) -> Iterator[Outcome]:
 
 
 def checkpoints(world: World, every: int, seed: int) -> Iterator[Outcome]:
-    """A run lost its last step; the newest checkpoint that is left is changed, and the same command is given again."""
+    """A run loses its last step, its newest remaining checkpoint is changed, and the same command runs again."""
     dice, copy, cut = random.Random(seed), world.folder / "copy", world.folder / "cut"
     wanted = weights(world.folder / "run")
     shutil.copytree(world.folder / "run", cut)
@@ -126,7 +126,7 @@ def checkpoints(world: World, every: int, seed: int) -> Iterator[Outcome]:
 
 
 def rows_of(folder: Path, target: Target) -> list[torch.Tensor]:
-    """Everything that a training would read."""
+    """All rows that a training would read."""
     shards = Shards(folder, target.fingerprint)
     batch = shards.batch(list(range(len(shards))))
     states = [batch.states[tap] for tap in sorted(batch.states)]
@@ -134,7 +134,7 @@ def rows_of(folder: Path, target: Target) -> list[torch.Tensor]:
 
 
 def shards(world: World, every: int, seed: int) -> Iterator[Outcome]:
-    """A file of captured outputs is changed; what a training would read of them is compared."""
+    """A file of captured states is changed; the rows that a training reads must be refused or the same."""
     dice, copy, whole = random.Random(seed), world.folder / "copy", world.folder / "shards"
     target = open_target(settings(world.folder / "target"))
     wanted = rows_of(whole, target)
@@ -179,7 +179,7 @@ def of_tensors(file: Path, dice: random.Random) -> Iterator[tuple[str, bytes]]:
 
 
 def of_index(index: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Every key gone or of another value, and the shards in another order."""
+    """Changes of the index: every key missing or with another value, and the shards in another order."""
     for path in mutations.paths(index):
         *above, key = path
         for value in [None, *mutations.others(index if not path else at(index, path))[:4]]:

@@ -1,4 +1,4 @@
-"""Doors in forks of this process, which has everything imported: a kill is a real one, and a run takes a second."""
+"""Runs commands in forks of this process, which has already imported everything: kills are real, and a run takes a second."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from headstart.trainers import checkpoint
 from tests.doors import DOORS
 
 SIGNALS = (signal.SIGKILL, signal.SIGINT, signal.SIGTERM)
-PATIENCE = 300  # seconds for a run of one or two
-GRACE = 30.0  # seconds that are left to the others when one has failed
-ENDS = (0, 2, 130, -signal.SIGTERM, -signal.SIGKILL)  # of forks that are killed; 2 only of what runs with one
+PATIENCE = 300  # seconds allowed for a run that takes one or two
+GRACE = 30.0  # seconds that the other processes get after one has failed
+ENDS = (0, 2, 130, -signal.SIGTERM, -signal.SIGKILL)  # exit codes of killed forks; 2 only of the processes that run beside a killed one
 
 
 class Ended(NamedTuple):
     codes: list[int]
     said: str
     seconds: float
-    kills: int  # that came before it had ended
+    kills: int  # kills that came before it had ended
 
 
 def started(
     door: str, words: Sequence[str], folder: Path, processes: int = 1, kills: Sequence[tuple[float, int, int]] = (),
     before: Mapping[int, Callable[[], None]] | None = None,
 ) -> Ended:  # fmt: skip
-    """A door in so many forks. ``kills``: seconds after which one of them gets a signal. ``before``: what is done in one of them first.
+    """Run a command in several forks. ``kills``: seconds after which one of them gets a signal. ``before``: called first in one of them.
 
-    They speak into a pipe: a log would be as full as the disks that ``before`` fills.
+    They write to a pipe, because ``before`` may make disks full, and a log file would not be written either.
     """
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes)}
     start, children, (read, write) = time.monotonic(), list[int](), os.pipe()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # whom it meets before or after `play` would go on as we do
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # before and after `play`, SIGINT would make a fork continue as this process
     for rank in range(processes):
         child = os.fork()
         if not child:
@@ -67,7 +67,7 @@ def started(
                 if children[rank] in left:
                     os.kill(children[rank], number)
                     came += 1
-            if any(codes.values()) and left and not told:  # as launchers do (door/launch.py)
+            if any(codes.values()) and left and not told:  # end the others, as launchers do (door/launch.py)
                 told = now
                 for child in left:
                     os.kill(child, signal.SIGTERM)
@@ -80,10 +80,10 @@ def started(
 
 
 def play(name: str, words: Sequence[str], folder: Path, write: int, before: Callable[[], None] | None) -> None:
-    """In the fork: what Python does around a door."""
+    """Runs in the fork: what Python does around a command."""
     code = 1
     try:
-        signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # while this is no door yet
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until the command runs
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         for stream in (1, 2):
             os.dup2(write, stream)
@@ -109,23 +109,23 @@ def play(name: str, words: Sequence[str], folder: Path, write: int, before: Call
 
 
 def steps_of(out: Path) -> int:
-    """The newest checkpoint's, which no later run may fall behind."""
+    """The step of the newest checkpoint. No later run may fall behind it."""
     return max((checkpoint.step_of(folder) for folder in checkpoint.folders(out)), default=0)
 
 
 def left_over(out: Path) -> list[str]:
-    """What a run that has ended leaves to nobody's use."""
+    """Files that a finished run left behind and nobody uses."""
     return [path.name for path in out.rglob(".*") if path.name.endswith((".part", ".old")) or UNFINISHED.fullmatch(path.name)]
 
 
 class Thing(NamedTuple):
-    """Something that a door makes, piece by piece."""
+    """Something that a command makes, piece by piece."""
 
     name: str
     door: str
     words: Callable[[Path], list[str]]
     processes: int
-    whole: Path  # as it is where nothing disturbs
+    whole: Path  # the result of an undisturbed run
     seconds: float
 
     def same(self, out: Path) -> bool:
@@ -139,7 +139,7 @@ class Thing(NamedTuple):
 
 
 def thing(world: World, name: str, door: str, words: Callable[[Path], list[str]], whole: Path | None, processes: int = 1) -> Thing:
-    """Made once, undisturbed, to see how long it takes. ``whole``: what comes of it, where the world has that already."""
+    """Make it once, undisturbed, to measure how long it takes. ``whole``: the result, if it exists already."""
     out = Path(mkdtemp(prefix="whole-", dir=world.folder)) / "out"
     ended = started(door, words(out), world.folder, processes)
     assert not any(ended.codes), f"{name} does not work at all: {ended.codes}\n{ended.said}"
@@ -147,7 +147,7 @@ def thing(world: World, name: str, door: str, words: Callable[[Path], list[str]]
 
 
 def killed(it: Thing, place: Path, dice: random.Random, signals: Sequence[signal.Signals] = SIGNALS) -> tuple[int, Outcome]:
-    """Once to three times, then left alone: what is there in the end is what would have been. Returns also how many kills came in time."""
+    """Kill it one to three times, then let it finish: the result must be that of an undisturbed run. Also returns the kills in time."""
     out, said, how, newest, kills = place / "out", "", list[str](), 0, 0
     ends = {*ENDS} - {2} if it.processes == 1 else {*ENDS}
 

@@ -1,4 +1,4 @@
-"""What an attack came to, and doors that are called within this process as a user calls them."""
+"""The outcome of an attack, and calls of commands within this process as a user would call them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from tests.doors import call
 
 TRACE = "Traceback (most recent call last)"
-LIMIT = 40  # seconds that a door may take within this process
+LIMIT = 40  # seconds that a command may take within this process
 BAD = ("traceback", "silent", "lost")
 
 
@@ -28,7 +28,7 @@ class Outcome(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """Where a trace begins, else the end of what was said."""
+        """The output from the first traceback on, else its end."""
         at = self.said.find(TRACE)
         return self.said[max(0, at - 300) :][:4000] if at >= 0 else self.said[-2000:]
 
@@ -44,12 +44,12 @@ class Called(NamedTuple):
 
 
 class Hung(BaseException):
-    """A door that should have refused waits for ever, or serves."""
+    """A command that should have refused does not end, or serves."""
 
 
 @contextmanager
 def _streams() -> Iterator[tuple[io.TextIOWrapper, io.TextIOWrapper]]:
-    """As a terminal has them: what cannot be encoded is an error on one and escaped on the other."""
+    """Streams like a terminal's: text that cannot be encoded is an error on stdout and escaped on stderr."""
     before = sys.stdin, sys.stdout, sys.stderr
     sys.stdin = io.TextIOWrapper(io.BytesIO())
     sys.stdout = out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
@@ -67,7 +67,7 @@ def text_of(stream: io.TextIOWrapper) -> str:
 
 
 def door(name: str, arguments: Sequence[str], folder: Path, stdin: bytes = b"") -> Called:
-    """In ``folder``. The exit code is Python's: 1 and a trace where something is raised."""
+    """Call a command in ``folder``. The exit code is Python's: 1, with a traceback, if an exception is raised."""
 
     def late(*_: object) -> None:
         raise Hung
@@ -89,7 +89,7 @@ def door(name: str, arguments: Sequence[str], folder: Path, stdin: bytes = b"") 
 
 
 def judged(called: Called, names: str = "") -> str:
-    """A refusal is lines that begin with "error", of a length that people read, and exit code 2; ``names``: what one must name."""
+    """Judge a call. A refusal is exit code 2 and readable lines that begin with "error". ``names``: what a line must name."""
     errors = [line for line in called.err.splitlines() if line.startswith("error")]
     if TRACE in called.out + called.err or called.code not in (0, 2):
         return "traceback"
@@ -101,14 +101,14 @@ def judged(called: Called, names: str = "") -> str:
 
 @contextmanager
 def as_a_user() -> Iterator[None]:
-    """Without root's right to read and write what permissions forbid (Linux; elsewhere, and for others, as it is)."""
+    """Inside, root loses its right to ignore file permissions (Linux only; no effect elsewhere and for other users)."""
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "capset") or os.geteuid() != 0:
         yield
         return
-    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # its version 3, this thread
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3 of the capability header; this thread
     data = (ctypes.c_uint32 * 6)()
     libc.capget(header, data)
     before = data[0]

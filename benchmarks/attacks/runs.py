@@ -1,4 +1,4 @@
-"""Runs that are killed at any moment, and runs whose disk is full: in the end they have the weights of one that nothing disturbed."""
+"""Attacks on runs by kills at any moment and by full disks: in the end they must have the weights of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.attacks.outcome import TRACE, Outcome
 from benchmarks.attacks.world import World, equal, weights
 from tests.doors import ROOT
 
-BY_SIGNAL = {-s for s in SIGNALS} | {130, 143, 137}  # exit codes of commands that were ended so
+BY_SIGNAL = {-s for s in SIGNALS} | {130, 143, 137}  # exit codes of commands that a signal has ended
 
 
 def kills(world: World, count: int, seed: int) -> Generator[Outcome, None, None]:
@@ -42,7 +42,7 @@ def kills(world: World, count: int, seed: int) -> Generator[Outcome, None, None]
 
 
 def commands(world: World, count: int, seed: int) -> Iterator[Outcome]:
-    """As a user starts and kills it: a process of its own, then two processes of a run."""
+    """Start and kill runs as a user does: first one process, then a run of two processes."""
     dice, out = random.Random(seed), world.folder / "command"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     whole: dict[str, Path] = {"launcher=local": world.folder / "run"}
@@ -53,10 +53,10 @@ def commands(world: World, count: int, seed: int) -> Iterator[Outcome]:
 
         def start(place: Path, command: list[str] = command) -> subprocess.Popen[str]:
             how = dict(cwd=world.folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            how["preexec_fn"] = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # shells start what is in the background deaf
+            how["preexec_fn"] = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # shells start background jobs with SIGINT ignored
             return subprocess.Popen([*command, *world.run(place)], **how)  # type: ignore[call-overload]
 
-        if launcher not in seconds:  # the first is left alone
+        if launcher not in seconds:  # the first one is not killed
             began, place = time.monotonic(), world.folder / launcher
             with start(place) as process:
                 said = process.communicate()[0]
@@ -91,8 +91,8 @@ def commands(world: World, count: int, seed: int) -> Iterator[Outcome]:
 
 
 def full(world: World, count: int, seed: int) -> Iterator[Outcome]:
-    """A disk that takes so many bytes of a file, or refuses from some moment on, with another disk beside it and without: it ends in
-    lines, and what was trained is on the other disk, or follows with the same command.
+    """A disk that limits the bytes of a file, or refuses from some moment on, with and without a second disk (out_fallback). The run must
+    end with error lines, and the trained weights must be on the second disk, or come with the same command later.
     """
     dice, whole = random.Random(seed), world.folder / "run"
     largest = max(path.stat().st_size for path in whole.rglob("*") if path.is_file())
@@ -132,14 +132,14 @@ def full(world: World, count: int, seed: int) -> Iterator[Outcome]:
 
 
 def weights_or_speculator(places: list[Path], whole: Path) -> bool:
-    """Whether what was exported into one of the places is what it should be."""
+    """Whether one of the places holds the expected export."""
     wanted = (whole / "speculator" / "model.safetensors").read_bytes()
     found = [path for place in places if (path := place / "speculator" / "model.safetensors").is_file()]
     return bool(found) and all(path.read_bytes() == wanted for path in found)
 
 
 def refuse(after: int, out: Path) -> None:
-    """In a fork: the disk of ``out`` keeps nothing any more once it was asked so often."""
+    """Runs in a fork: the disk of ``out`` refuses every write after a number of them."""
     sync, asked = os.fsync, 0
 
     def refusing(handle: int) -> None:

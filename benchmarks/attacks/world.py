@@ -1,4 +1,4 @@
-"""What is attacked: a small target, conversations, a run with its checkpoints and its speculator, shards, regenerated answers."""
+"""The attacked files: a small target, conversations, a run with its checkpoints and speculator, shards, regenerated answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = 6
 
 @dataclass
 class World:
-    """``run``: the words of a training that writes ``out``, a checkpoint at every step; ``shards`` and so on likewise."""
+    """``run``: the command line of a training that writes ``out``, with a checkpoint at every step; ``shards`` and others likewise."""
 
     folder: Path
 
@@ -55,7 +55,7 @@ class World:
 
 
 def build(folder: Path) -> World:
-    """All of it, by the doors themselves."""
+    """Make all files by running the commands."""
     world = World(folder)
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
@@ -79,7 +79,7 @@ def build(folder: Path) -> World:
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
-    """Of the newest checkpoint of a run, whatever is wrong with it."""
+    """The weights in the newest checkpoint of a run, even if it is damaged."""
     return load_file(checkpoint.folders(out)[-1] / "drafter.safetensors")
 
 
