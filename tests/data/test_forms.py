@@ -244,7 +244,7 @@ def test_a_template_of_the_users(target: Any, tmp_path: Path) -> None:
 def test_presets_are_in_the_help_and_read_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    said = re.search(r"Presets, .*?: (.*)\.", (CONF / "chat.yaml").read_text())
+    said = re.search(r"Presets \(.*?\): (.*)\.", (CONF / "chat.yaml").read_text())
     assert said is not None and said[1].split(", ") == list(PRESETS)
     asked: list[tuple[str, str]] = []
     for name, known in PRESETS.items():

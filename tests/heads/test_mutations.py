@@ -30,7 +30,7 @@ SMALL: dict[str, dict[str, Any]] = {  # one of every format of engines, and two 
     "hydra": dict(guesses=2, draft_vocab=[1, 5, 6, 50, 95]),
 }
 ENGINES = [head for head in SMALL if head not in ("dflash", "hydra")]
-EACH = 19  # every so many is tried, of each head others
+EACH = 38  # every 38th mutation is tried, starting at another one for each head; the slow tests try all
 ALL = pytest.mark.parametrize("each", [EACH, pytest.param(1, marks=pytest.mark.slow)])
 
 

@@ -216,6 +216,7 @@ def anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @needs_library
 def test_it_is_compiled_once(anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert native.library() is not None

@@ -165,6 +165,7 @@ def test_arms_that_stopped_at_different_steps_catch_up(target: Target, tmp_path:
         assert equal(a.drafter.state_dict(), b.drafter.state_dict())
 
 
+@pytest.mark.slow
 def test_a_run_of_several(composed: Any, target_folder: Path, conversations: Path, tmp_path: Path, capsys: Any) -> None:
     overrides = small_run(target_folder, conversations, tmp_path / "run")
     base = composed(*overrides)

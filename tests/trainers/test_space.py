@@ -269,6 +269,7 @@ def test_runs_of_one_last_name_do_not_share_a_fallback(tmp_path: Path) -> None:
     assert places_of(str(tmp_path / "b" / "run"), str(spare))[1] == spare / "run"
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_its_fallback_while_the_disk_is_full(
     small_disk: Path, composed: Composed, overrides: list[str], tmp_path: Path, capsys: Any
 ) -> None:

@@ -42,6 +42,7 @@ def test_going_on_from_a_trained_drafter(composed, overrides, target_folder, tmp
         run(**composed(*overrides, "trainer.start=nowhere", "trainer.resume=false"))
 
 
+@pytest.mark.slow
 def test_a_start_that_is_gone_is_not_needed_where_the_checkpoints_are_on_the_other_disk(composed, overrides, target_folder, tmp_path):
     target, speculator, spare = Target.load(str(target_folder)), tmp_path / "trained", tmp_path / "spare"
     hub.save(fresh("eagle", target.shape), speculator, target.card, torch.float32)

@@ -101,6 +101,7 @@ def read_back(run: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_an_offline_run_holds_all_that_runs_are_compared_by(composed, overrides, tmp_path, capsys):
     out, more = tmp_path / "run", ["tracker=wandb", "tracker.group=sweep-1", "tracker.tags=[mine]"]
     settings = composed(*overrides, *more)

@@ -163,6 +163,7 @@ def test_texts_up_to_the_last_position_there_is() -> None:
     assert report.lossless and len(report.texts[0].tokens) == 4
 
 
+@pytest.mark.slow
 def test_both_paths_keep_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder, "BY_ENGINE", ("cpu",))
     by_engine = make_report(TARGET(), drafter(), PROMPTS, TREE, SamplingParams(seed=5), new_tokens=NEW)
@@ -173,6 +174,7 @@ def test_both_paths_keep_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
             assert (one.tokens, one.accepted, one.guesses) == (other.tokens, other.accepted, other.guesses[: len(one.guesses)])
 
 
+@pytest.mark.slow
 def test_engines_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several drafters each has one engine, for its tree and its chain; a proposer has none; afterwards there is none."""
     import weakref

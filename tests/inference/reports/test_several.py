@@ -90,6 +90,7 @@ def test_figures_are_those_of_batches_that_were_decoded_together() -> None:
     assert report.batches[1].accepted_length > 1.2, "guesses are right among others too"
 
 
+@pytest.mark.slow
 def test_each_says_what_it_says_alone() -> None:
     """Greedily what plain decoding says, and under a fixed tree above temperature 0 what it says alone: whatever is beside it."""
     report, calls, _ = measured()
