@@ -54,17 +54,17 @@ def serving(drafter: Drafter, target: str, folder: str, depth: int, attention: s
     known: list[Command] = [] if drafter.unserved else fmt.serving(drafter, target, folder, min(depth, drafter.max_depth or depth))
     shape, kind = drafter.shape, drafter.shape.model_type
     found = [command for command in known if serves(command.engine, _asked(command), kind)]
+    why = "" if found else f"none hands the layers of a {kind} target to a drafter" if known else drafter.unserved or fmt.unserved(drafter)
     if "mscale" in shape.rope and hasattr(drafter, "rope"):
         found = [replace(c, needs=f"{c.needs}; for this rope {MSCALE[c.engine]}") if c.engine in MSCALE else c for c in found]
-    if hasattr(drafter, "rope") and _scaled_otherwise(shape.rope):
-        found = [c for c in found if c.engine not in ("SGLang", "TensorRT-LLM")]
-    why = "" if found else f"none hands the layers of a {kind} target to a drafter" if known else drafter.unserved or fmt.unserved(drafter)
+    if found and hasattr(drafter, "rope") and _scaled_otherwise(shape.rope):
+        found, why = [], "they ignore the attention_factor of the target's yarn, and would scale queries and keys differently"
     return Serving(found + own(target, folder, attention), why)
 
 
 def _scaled_otherwise(rope: Mapping[str, Any]) -> bool:
-    """Whether SGLang (0.5.23: rotary_embedding/factory.py) and TensorRT-LLM (main branch of 2026: RopeParams.from_config) scale queries and
-    keys differently: they ignore yarn's attention_factor.
+    """Whether engines scale queries and keys differently, because they ignore yarn's attention_factor: SGLang (0.5.23:
+    rotary_embedding/factory.py), TensorRT-LLM (main branch of 2026: RopeParams.from_config), and vLLM (main branch of 2026: get_rope).
     """
     factor = rope.get("attention_factor") if rope.get("rope_type") == "yarn" else None
     return factor is not None and abs(factor - (0.1 * log(max(rope["factor"], 1.0)) + 1)) > 1e-3

@@ -163,12 +163,22 @@ def test_what_a_rope_needs_is_said(target: Target) -> None:
 
 
 @pytest.mark.parametrize(("factor", "served"), [(None, True), (0.1 * log(4) + 1, True), (1.0, False)])
-def test_a_rope_that_an_engine_scales_otherwise(factor: float | None, served: bool, target: Target) -> None:
-    drafter = make("eagle", target, taps=[1, 3, 4])
+def test_a_rope_that_engines_scale_otherwise(factor: float | None, served: bool, target: Target) -> None:
+    """They ignore yarn's attention_factor, without a warning."""
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": factor}
+    for head, changes, engines in [
+        ("eagle", dict(taps=[1, 3, 4]), {"vLLM", "SGLang", "TensorRT-LLM"}),
+        ("peagle", dict(layers=1, **MASK), {"vLLM"}),
+        ("dflash", dict(layers=2, **MASK), {"vLLM", "SGLang"}),
+    ]:
+        drafter = make(head, target, **changes)
+        drafter.shape = replace(drafter.shape, rope=rope)
+        made = serving(drafter, "org/Model-1B", DIR, depth=6)
+        assert {c.engine for c in made.commands[:-2]} == (engines if served else set())
+        assert ("attention_factor" in made.unserved) == (not served)
+    drafter = make("medusa", target)  # it turns nothing
     drafter.shape = replace(drafter.shape, rope=rope)
-    engines = {c.engine for c in serving(drafter, "org/Model-1B", DIR, depth=6).commands}
-    assert "vLLM" in engines and ("SGLang" in engines) == ("TensorRT-LLM" in engines) == served
+    assert serving(drafter, "org/Model-1B", DIR, depth=6).commands[0].engine == "vLLM"
 
 
 def test_layers_of_ones_own_are_told(target: Target) -> None:
