@@ -57,6 +57,8 @@ def serving(drafter: Drafter, target: str, folder: str, depth: int, attention: s
     why = "" if found else f"none hands the layers of a {kind} target to a drafter" if known else drafter.unserved or fmt.unserved(drafter)
     if "mscale" in shape.rope and hasattr(drafter, "rope"):
         found = [replace(c, needs=f"{c.needs}; for this rope {MSCALE[c.engine]}") if c.engine in MSCALE else c for c in found]
+    if hasattr(drafter, "rope") and not shape.rope.get("truncate", True):  # gpt-oss's yarn; TensorRT-LLM rounds its bounds all the same
+        found = [c for c in found if c.engine != "TensorRT-LLM"]
     if found and hasattr(drafter, "rope") and _scaled_otherwise(shape.rope):
         found, why = [], "they ignore the attention_factor of the target's yarn, and would scale queries and keys differently"
     return Serving(found + own(target, folder, attention), why)

@@ -162,6 +162,16 @@ def test_what_a_rope_needs_is_said(target: Target) -> None:
     assert needs["vLLM"].endswith("for this rope 0.32 or newer") and needs["SGLang"].endswith("for this rope 0.5.23 or newer")
 
 
+@pytest.mark.parametrize("said", [{}, {"truncate": True}, {"truncate": False}])
+def test_a_rope_that_an_engine_turns_otherwise(said: dict[str, bool], target: Target) -> None:
+    """TensorRT-LLM rounds the bounds of yarn's interpolation, whatever gpt-oss's config says."""
+    drafter = make("eagle", target, taps=[1, 3, 4])
+    rope = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 64} | said
+    drafter.shape = replace(drafter.shape, rope=rope, model_type="gpt_oss")
+    engines = {c.engine for c in serving(drafter, "org/Model-1B", DIR, depth=6).commands[:-2]}
+    assert engines == {"vLLM", "SGLang"} | ({"TensorRT-LLM"} if said.get("truncate", True) else set())
+
+
 @pytest.mark.parametrize(("factor", "served"), [(None, True), (0.1 * log(4) + 1, True), (1.0, False)])
 def test_a_rope_that_engines_scale_otherwise(factor: float | None, served: bool, target: Target) -> None:
     """They ignore yarn's attention_factor, without a warning."""
