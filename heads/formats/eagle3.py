@@ -166,6 +166,6 @@ def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Comman
         found.append(sglang_chain(target, folder, "EAGLE3", guesses, needs))
     if not deep and not joint:  # TensorRT-LLM names the first of several layers differently, and looks for norm_before_fc elsewhere
         layers = {"eagle3_layers_to_capture": [k - 1 for k in drafter.taps]} if own else {}
-        newer = ", newer than 1.2.1: older ones leave out fc_norm and norm_output without a word" if later else ""
+        newer = ", 1.3.0rc21 or newer: older ones leave out fc_norm and norm_output without a word" if later else ""
         found.append(tensorrt_llm(target, folder, guesses, f"PyTorch backend{newer}", **layers))
     return found

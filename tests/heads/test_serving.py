@@ -155,6 +155,15 @@ def test_what_a_release_would_do_silently_is_said(target: Target) -> None:
     assert "6 of the 7 tokens" in of["domino"].needs and of["domino"].text.endswith(" --speculative-domino-candidate-pool-size 0")
 
 
+def test_what_the_norms_of_eagle_3_1_need_is_said(target: Target) -> None:
+    """The card and the documentation name the same release of TensorRT-LLM."""
+    for changes, needs in ((dict(), "1.3.0rc21 or newer"), (dict(fc_norm=False, norm_output=False), "")):
+        drafter = make("eagle", target, taps=[1, 3, 4], **changes)
+        said = next(c.needs for c in serving(drafter, "T", DIR, 6).commands if c.engine == "TensorRT-LLM")
+        assert (needs in said) and bool(needs) == ("norm_output" in said)
+    assert "TensorRT-LLM 1.3.0rc21 or newer" in (ROOT / "docs/engines.md").read_text()
+
+
 def test_what_a_rope_needs_is_said(target: Target) -> None:
     drafter = make("eagle", target, taps=[1, 3, 4])
     drafter.shape = replace(drafter.shape, rope={"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0})
