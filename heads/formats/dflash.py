@@ -91,6 +91,7 @@ CONV = {"conv_taps": "conv_kernel_size", "conv_group": "conv_group_size", "rank"
 REFINER = {"rank": ("xpress_rank", 256), "mlp_hidden": ("xpress_mlp_hidden", 512)}  # our setting, vLLM's key, its default
 DOMINO_ONLY: dict[str, tuple[Any, ...]] = {"shift_label": (True, None), "pure_draft_prefix_len": (1, None)}
 ONLY = {"dspark": DSPARK_ONLY, "domino": DOMINO_ONLY}
+PROJECTORS = ("dflash", "dspark", "domino")  # SpecForge's and ModelOpt's values of projector_type
 
 
 def names(drafter: Any) -> dict[str, str]:
@@ -151,7 +152,7 @@ def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetS
     said = _said(config)
     named = {name: head for head, name in ARCHITECTURE.items()}.get(architecture(config))
     head = named or ("domino" if said.get("projector_type") == "domino" else "jetspec" if _causal(said) else "dflash")
-    need(said, FIXED | {"projector_type": ("domino" if head == "domino" else None, None)})
+    need(said, FIXED | {"projector_type": (head, None) if head in PROJECTORS else (None,)})
     need(said, {"num_target_layers": (shape.layers, None)})
     need(said, ONLY.get(head, {"sample_from_anchor": (False, None)}))
     if head != "jetspec":

@@ -129,7 +129,9 @@ OWN: list[tuple[str, dict[str, Any], str]] = [
     ("dflash", WINDOW | dict(dflash_config={"swa_window_size": 9}), "swa_window_size=9, this drafter needs 8"),
     ("dflash2", WINDOW | dict(dflash_config={"causal": True}), "is_causal=False, but causal=True|causal=True"),
     ("dflash", dict(dflash_config={"sample_from_anchor": True}), "sample_from_anchor=True"),
-    ("dflash", dict(dflash_config={"projector_type": "other"}), "projector_type='other'"),
+    ("dflash", dict(dflash_config={"projector_type": "other"}), "projector_type='other', this drafter needs 'dflash' or None"),
+    ("dspark", dict(dflash_config={"projector_type": "domino"}), "projector_type='domino', this drafter needs 'dspark' or None"),
+    ("dflash2", dict(dflash_config={"projector_type": "dspark"}), "projector_type='dspark', this drafter needs None$"),
     ("dflash", dict(dflash_config={"output_multiplier": 2.0}), r"output_multiplier=2\.0"),
     ("dflash", dict(num_target_layers=9), "num_target_layers=9"),
     ("dflash", dict(block_size=10**9), "block=1000000000 does not fit"),
@@ -207,6 +209,8 @@ def test_what_changes_nothing_is_no_reason(folders: dict[str, Path], tmp_path: P
             ("eagle", dict(rope_parameters=..., rope_scaling=..., model_type="qwen2", sliding_window=4096, use_sliding_window=False)),
             ("eagle", dict(rope_theta=..., rope_scaling=..., attention_bias=..., mlp_bias=..., num_aux_hidden_states=...)),
             ("dflash", dict(tie_word_embeddings=True, mask_token_id=95, num_target_layers=...)),
+            ("dflash", dict(dflash_config={"projector_type": "dflash"})),  # SpecForge's
+            ("dspark", dict(dflash_config={"projector_type": "dspark", "attention_mode": "gqa", "confidence_head_alpha": 1.0})),
             ("medusa", dict(medusa_num_heads=2, num_heads=..., medusa_num_layers=1)),
         ]
     ):
