@@ -144,13 +144,19 @@ def config(drafter: Any) -> dict[str, Any]:
 
 def recognises(config: dict[str, Any]) -> bool:
     """A folder with one of the five architecture names."""
-    return architecture(config) in (DFLASH, *ARCHITECTURE.values())
+    return _architecture(config) in (DFLASH, *ARCHITECTURE.values())
+
+
+def _architecture(config: dict[str, Any]) -> str:
+    """The architecture's name. SpecForge exports a DSpark under a name that engines use for DeepSeek-V4's; vLLM tells by model_type."""
+    name = architecture(config)
+    return DSPARK if name == "DSparkDraftModel" and config.get("model_type") == "qwen3" else name
 
 
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
     """Which of the seven drafters it is, and its sizes. Raises UserError for keys that would change what engines compute."""
     said = _said(config)
-    named = {name: head for head, name in ARCHITECTURE.items()}.get(architecture(config))
+    named = {name: head for head, name in ARCHITECTURE.items()}.get(_architecture(config))
     head = named or ("domino" if said.get("projector_type") == "domino" else "jetspec" if _causal(said) else "dflash")
     need(said, FIXED | {"projector_type": (head, None) if head in PROJECTORS else (None,)})
     need(said, {"num_target_layers": (shape.layers, None)})

@@ -220,6 +220,21 @@ def test_what_changes_nothing_is_no_reason(folders: dict[str, Path], tmp_path: P
         assert all(torch.equal(v, expected.state_dict()[k]) for k, v in loaded.state_dict().items())
 
 
+def test_a_dspark_as_specforge_exports_it(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Before its own script makes it ready for engines. DeepSeek-V4's have the same name."""
+    config = json.loads((folders["dspark"] / "config.json").read_text())
+    keys = ("mask_token_id", "target_layer_ids", "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+    block = {key: config[key] for key in keys} | {"attention_mode": "gqa", "confidence_head_alpha": 1.0, "projector_type": "dspark"}
+    without = dict.fromkeys([*keys, "sample_from_anchor", "is_causal"], ...)
+    raw: dict[str, Any] = without | dict(architectures=["DSparkDraftModel"], auto_map={"AutoModel": "dspark.DSparkDraftModel"})
+    loaded = hub.load(changed(folders["dspark"], tmp_path / "raw", **raw, dflash_config=block), TARGET().shape)
+    expected = hub.load(folders["dspark"], TARGET().shape)
+    assert loaded.config == expected.config
+    assert all(torch.equal(v, expected.state_dict()[k]) for k, v in loaded.state_dict().items())
+    with pytest.raises(UserError, match="neither saved by Headstart nor a known speculator format"):
+        hub.load(changed(folders["dspark"], tmp_path / "v4", **raw | dict(model_type="deepseek_v4"), dflash_config=block), TARGET().shape)
+
+
 @pytest.mark.parametrize("head", ["eagle", "medusa"])
 def test_tensors_that_are_no_weights(head: str, folders: dict[str, Path], tmp_path: Path) -> None:
     folder = shutil.copytree(folders[head], tmp_path / "s")
