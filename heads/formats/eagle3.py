@@ -100,9 +100,10 @@ def recognises(config: dict[str, Any]) -> bool:
 
 
 def is_eagle3(config: dict[str, Any]) -> bool:
-    """Whether engines treat it as an EAGLE-3 of any kind."""
+    """Whether it is an EAGLE-3 of any kind for engines. Its authors' folders have the name of any Llama, but state the draft vocabulary."""
     name = architecture(config)
-    return "draft_vocab_size" in config and (name.endswith("Eagle3") or name.startswith("Eagle3"))
+    named = name.endswith("Eagle3") or name.startswith("Eagle3")
+    return config.get("draft_vocab_size") is not None if name == "LlamaForCausalLM" else named and "draft_vocab_size" in config
 
 
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:

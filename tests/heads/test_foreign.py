@@ -208,13 +208,16 @@ def test_what_changes_nothing_is_no_reason(folders: dict[str, Path], tmp_path: P
             ("eagle", dict(eagle_config=nvidia, hidden_act="swish", logit_scale=1.0, target_hidden_size=32, quantization_config=None)),
             ("eagle", dict(rope_parameters=..., rope_scaling=..., model_type="qwen2", sliding_window=4096, use_sliding_window=False)),
             ("eagle", dict(rope_theta=..., rope_scaling=..., attention_bias=..., mlp_bias=..., num_aux_hidden_states=...)),
+            ("eagle", dict(architectures=["LlamaForCausalLM"])),  # its authors'
             ("dflash", dict(tie_word_embeddings=True, mask_token_id=95, num_target_layers=...)),
             ("dflash", dict(dflash_config={"projector_type": "dflash"})),  # SpecForge's
             ("dspark", dict(dflash_config={"projector_type": "dspark", "attention_mode": "gqa", "confidence_head_alpha": 1.0})),
             ("medusa", dict(medusa_num_heads=2, num_heads=..., medusa_num_layers=1)),
         ]
     ):
-        loaded = hub.load(changed(folders[head], tmp_path / str(i), **changes), TARGET().shape)
+        folder = changed(folders[head], tmp_path / str(i), **changes)
+        loaded = hub.load(folder, TARGET().shape)
+        assert not hub.is_language_model(folder)
         expected = hub.load(folders[head], TARGET().shape)
         assert loaded.config == expected.config
         assert all(torch.equal(v, expected.state_dict()[k]) for k, v in loaded.state_dict().items())
