@@ -96,7 +96,7 @@ def _usual(drafter: Any) -> bool:
 
 def recognises(config: dict[str, Any]) -> bool:
     """EAGLE-3 without a mask token."""
-    return is_eagle3(config) and "mask_token_id" not in config  # with one it is a P-EAGLE
+    return is_eagle3(config) and config.get("mask_token_id") is None  # with one it is a P-EAGLE
 
 
 def is_eagle3(config: dict[str, Any]) -> bool:

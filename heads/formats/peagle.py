@@ -22,7 +22,7 @@ def config(drafter: Any) -> dict[str, Any]:
 
 def recognises(config: dict[str, Any]) -> bool:
     """EAGLE-3 with a mask token."""
-    return eagle3.is_eagle3(config) and "mask_token_id" in config
+    return eagle3.is_eagle3(config) and config.get("mask_token_id") is not None
 
 
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:

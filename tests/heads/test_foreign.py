@@ -209,6 +209,7 @@ def test_what_changes_nothing_is_no_reason(folders: dict[str, Path], tmp_path: P
             ("eagle", dict(rope_parameters=..., rope_scaling=..., model_type="qwen2", sliding_window=4096, use_sliding_window=False)),
             ("eagle", dict(rope_theta=..., rope_scaling=..., attention_bias=..., mlp_bias=..., num_aux_hidden_states=...)),
             ("eagle", dict(architectures=["LlamaForCausalLM"])),  # its authors'
+            ("eagle", dict(mask_token_id=None)),
             ("dflash", dict(tie_word_embeddings=True, mask_token_id=95, num_target_layers=...)),
             ("dflash", dict(dflash_config={"projector_type": "dflash"})),  # SpecForge's
             ("dspark", dict(dflash_config={"projector_type": "dspark", "attention_mode": "gqa", "confidence_head_alpha": 1.0})),
