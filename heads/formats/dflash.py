@@ -75,7 +75,6 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (None,),
     "dspark_config": (None,),
     "dspark_target_layer_ids": (None,),
-    "dspark_noise_token_id": (None,),
 }
 DSPARK_ONLY: dict[str, tuple[Any, ...]] = {
     "sample_from_anchor": (True, None),
@@ -159,7 +158,7 @@ def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetS
     named = {name: head for head, name in ARCHITECTURE.items()}.get(_architecture(config))
     head = named or ("domino" if said.get("projector_type") == "domino" else "jetspec" if _causal(said) else "dflash")
     need(said, FIXED | {"projector_type": (head, None) if head in PROJECTORS else (None,)})
-    need(said, {"num_target_layers": (shape.layers, None)})
+    need(said, {"num_target_layers": (shape.layers, None), "dspark_noise_token_id": (said["mask_token_id"], None)})
     need(said, ONLY.get(head, {"sample_from_anchor": (False, None)}))
     if head != "jetspec":
         need(said, dict.fromkeys(("is_causal", "causal"), (False, None)))

@@ -150,6 +150,8 @@ OWN: list[tuple[str, dict[str, Any], str]] = [
     ("xpress", dict(is_causal=True), "is_causal=True"),
     ("dspark", dict(markov_head_type="gated"), "markov_head_type='gated'"),
     ("dspark", dict(dspark_config={"markov_rank": 4}), "dspark_config"),
+    ("dspark", dict(dspark_noise_token_id=3), "dspark_noise_token_id=3, this drafter needs 95 or None"),
+    ("dspark", dict(mask_token_id=...), "mask_token_id"),
     ("dspark", dict(is_causal=True), "is_causal=True"),
     ("domino", dict(dflash_config={"pure_draft_prefix_len": 2}), "pure_draft_prefix_len=2"),
     ("medusa", dict(medusa_num_heads=3), "medusa_num_heads=3, but num_heads=2"),
@@ -212,6 +214,7 @@ def test_what_changes_nothing_is_no_reason(folders: dict[str, Path], tmp_path: P
             ("eagle", dict(mask_token_id=None)),
             ("dflash", dict(tie_word_embeddings=True, mask_token_id=95, num_target_layers=...)),
             ("dflash", dict(dflash_config={"projector_type": "dflash"})),  # SpecForge's
+            ("dspark", dict(dspark_noise_token_id=95)),
             ("dspark", dict(dflash_config={"projector_type": "dspark", "attention_mode": "gqa", "confidence_head_alpha": 1.0})),
             ("medusa", dict(medusa_num_heads=2, num_heads=..., medusa_num_layers=1)),
         ]
