@@ -27,10 +27,10 @@ _NOT_VLLM = _kinds("""
 _NOT_VLLM_EAGLE = _kinds("bloom dbrx falcon gpt2 gpt_bigcode gpt_neox opt vaultgemma")
 _SGLANG = _kinds("""
     deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa gpt_oss kimi_k2 llama mellum ministral3 mistral phi3 qwen3
-    qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen3_vl_moe_text qwen3_vl_text
+    qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next
 """)
 _EAGLE3 = _SGLANG | _kinds("""
-    apertus bailing_moe exaone_moe gemma4_text glm4_moe llama4_text longcat_flash minimax_m2 qwen2 qwen2_5_vl_text
+    apertus bailing_moe exaone_moe gemma4_text glm4_moe llama4_text longcat_flash minimax_m2 qwen2
 """)
 _EAGLE = _EAGLE3 | _kinds("deepseek_v4 ernie4_5_moe exaone4 falcon_h1 gemma3_text glm4 hy_v3 hy_v4 laguna mimo_v2_flash nemotron_h opt")
 _BLOCKS = _SGLANG | _kinds("deepseek_v4 kimi_linear laguna lfm2 lfm2_moe mimo_v2_flash nemotron_h")

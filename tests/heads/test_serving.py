@@ -17,6 +17,7 @@ import yaml
 
 from headstart.heads import hub
 from headstart.heads.base import TargetShape
+from headstart.heads.engines import WITH, WITHOUT
 from headstart.heads.serving import Command, Serving, near, own, serving
 from headstart.inference.decoding.target import Target
 from tests.drafters import CONF, HEADS, make
@@ -124,6 +125,15 @@ def test_targets_whose_layers_an_engine_keeps_to_itself(kind: str, head: str, en
     made = serving(drafter, "org/Model-1B", DIR, depth=6)
     assert {c.engine for c in made.commands[:-2]} == engines
     assert made.unserved == ("" if engines else f"none hands the layers of a {kind} target to a drafter")
+
+
+def test_every_kind_in_the_tables_can_be_a_target() -> None:
+    """Targets are causal LMs of transformers; of multimodal models whose text part is none, no target can be made."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kinds = set[str]().union(*WITHOUT.values(), *WITH.values())
+    assert kinds & CONFIG_MAPPING_NAMES.keys() <= MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()  # others may come with a later transformers
 
 
 def test_a_draft_model_that_engines_take_for_mtp_modules(target: Target) -> None:
