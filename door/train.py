@@ -101,10 +101,10 @@ def check_idle(config: Mapping[str, Any], said: Mapping[str, str]) -> None:
     """
     arms = [config | arm for arm in (config["arms"] or {"": {}}).values()]
     trainers = [arm["trainer"] for arm in arms]
-    for key, other in NEEDS.items():
+    for needy, other in NEEDS.items():
         group, name = other.split(".")
-        if key in said and all(arm[group].get(name) is None for arm in arms):
-            raise UserError(f"{key}={said[key]} has no effect without {other}: give that too, or leave it out")
+        if needy in said and all(arm[group].get(name) is None for arm in arms):
+            raise UserError(f"{needy}={said[needy]} has no effect without {other}: give that too, or leave it out")
     if not config["plan"] and (key := next((key for key in said if key in PLANS), None)):
         raise UserError(f"{key}={said[key]} is of a plan (plan=true). A run is spread over GPUs by launcher=processes "
                         "launcher.processes=N, launcher=slurm, or torchrun")  # fmt: skip
