@@ -218,7 +218,6 @@ def auto_of(policy: TreePolicy, target: Target, proposer: Proposer, sampling: Sa
     now, plain, extra = clock_of(target), list[float](), list[float]()
     costs = _over_plain(shapes, block)
     reading = max(median(extra) / median(plain) / len(prompt), 0.0) if plain and extra else 0.0
-    *costs, reading = _agreed([*costs, reading], target)
     prior = proposer.drafter.acceptance.get(sampling.temperature > 0, ()) if isinstance(proposer, Drafting) else ()
     known[key] = Auto(shapes, costs, prior, reading)
     return known[key]
@@ -231,9 +230,16 @@ def _settled(rounds: Sequence[float]) -> float:
 
 def clock_of(target: Target) -> Callable[[], float]:
     """A clock in seconds, for differences. Where one CPU process does all the work, it counts the time that the thread really ran: other
-    processes stretch long rounds more than short ones (by factors, as measured). Elsewhere it counts wall-clock time.
+    processes stretch long rounds more than short ones (by factors, as measured). Elsewhere it counts wall-clock time. Processes that share
+    the target's layers all get the first one's time: they must run the same rounds, during a measurement too, and choose the same shapes.
     """
-    return time.thread_time if target.device.type == "cpu" and not target.spread else time.perf_counter
+
+    def first() -> float:
+        seconds = torch.tensor(time.perf_counter(), dtype=torch.float64, device=target.device)
+        torch.distributed.broadcast(seconds, 0)
+        return float(seconds)
+
+    return first if target.shared else time.perf_counter if target.spread or target.device.type != "cpu" else time.thread_time
 
 
 def wait_for(device: torch.device) -> None:
@@ -267,7 +273,7 @@ def auto_of_rounds(rounds: Any, kind: Any, warp: LogitsWarper, long: float | Non
         return _settled(seconds[1:])  # without the first: first calls are slow
 
     prior = rounds.drafter.acceptance.get(warp.sampled, ())
-    known[key] = Auto(shapes, _agreed(_over_plain(shapes, block), rounds.target), prior)
+    known[key] = Auto(shapes, _over_plain(shapes, block), prior)
     return known[key]
 
 
@@ -288,10 +294,3 @@ def _over_plain(shapes: Sequence[TreePolicy], block: Callable[[TreePolicy | None
     found = {shape: each / plain for shape, each in zip(some, others, strict=True)}
     costs = {shape.depth: found[shape] for shape in chains if shape in found}
     return [found[s] if s in found else float(np.interp(s.depth, list(costs), list(costs.values()))) for s in shapes]
-
-
-def _agreed(costs: list[float], target: Target) -> list[float]:
-    """The costs of the first process. All processes that share the target's layers take these, because they must choose the same shapes."""
-    if target.shared:
-        torch.distributed.broadcast_object_list(costs)
-    return costs

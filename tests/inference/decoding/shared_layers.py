@@ -1,11 +1,17 @@
-"""Run by test_placement.py, once per process: a target whose layers two processes share generates what a whole one generates."""
+"""Run by test_placement.py, once per process: a target whose layers two processes share generates what a whole one generates. Where it
+measures shapes, both processes run the same passes, though their clocks differ.
+"""
 
 from __future__ import annotations
 
 import sys
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
+from headstart.inference.decoding import auto
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.decoder import generate_batch
 from headstart.inference.decoding.policy import TreePolicy
@@ -13,6 +19,8 @@ from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.target import Target
 from tests.drafters import learn_by_heart, make, random_tokens
 
+SMALL = TreePolicy("auto", depth=2, nodes=3, branch=2)
+LONGER = auto.WORTH + 1  # the first token comes with the prompt
 NEW, PROMPTS = 8, [random_tokens(n, seed=n) for n in (9, 4)]
 
 if __name__ == "__main__":
@@ -30,3 +38,14 @@ if __name__ == "__main__":
     assert [g.tokens for g in found] == said
     assert any(max(g.emitted) > 1 for g in found), "nothing was accepted: this tested nothing"
     assert [g.tokens for g in generate_batch(shared, drafter, PROMPTS, new_tokens=NEW, policy=tree)] == said
+
+    # one clock stands almost still, so that turns end after ROUNDS rounds, and by the other one three rounds are long
+    ticks, step = count(), (0.001, 0.3)[torch.distributed.get_rank()]
+    clock: Any = SimpleNamespace(perf_counter=lambda: next(ticks) * step)
+    auto.time, auto.ROUNDS = clock, 6
+    more = [generate(whole, None, p, new_tokens=LONGER).tokens for p in PROMPTS]
+    assert [generate(shared, Drafting(drafter), p, new_tokens=LONGER, policy=SMALL).tokens for p in PROMPTS] == more
+    assert [g.tokens for g in generate_batch(shared, drafter, PROMPTS, new_tokens=LONGER, policy=SMALL)] == more
+    costs, both = [known.costs for known in auto.known_of(shared, drafter).values()], list[Any]([None, None])
+    torch.distributed.all_gather_object(both, costs)
+    assert both[0] == both[1] and len(costs) == 2, "measured for one sequence, and for two"

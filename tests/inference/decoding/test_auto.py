@@ -426,11 +426,10 @@ def test_nothing_is_measured_for_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -
         generate(target, Drafting(drafter), prompt, new_tokens=auto.WORTH, policy=AUTO)
 
 
-def test_processes_that_share_a_target_choose_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, others = TARGET(), [9.0, 9.0]
+def test_processes_that_share_a_target_measure_by_one_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Target, "shared", True)
-    monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda costs: costs.__setitem__(slice(None), others))
-    assert auto._agreed([1.0, 2.0], target) == others
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda seconds, source: seconds.fill_(9.0 if source == 0 else 0.0))
+    assert auto.clock_of(TARGET())() == 9.0
 
 
 def test_the_settings_say_what_the_code_takes_where_nobody_asks() -> None:
