@@ -49,22 +49,26 @@ def prepare_expected(rounds: Rounds, plan: Plan) -> None:
         elif len(rounds.graphs.kept) < MOST_GRAPHS:
             rounds.run(kind, warp)
         else:
-            log.warning("%d rounds are captured, those of longer sequences will be launched kernel by kernel", MOST_GRAPHS)
+            log.warning("%d rounds are captured, those of longer sequences or rarer loads will be launched kernel by kernel", MOST_GRAPHS)
             break
     if rounds.graphs is not None:
         rounds.graphs.complete = True
 
 
 def _expected(rounds: Rounds, plan: Plan) -> Iterator[tuple[Kind, LogitsWarper]]:
-    """The kinds of rounds to prepare, those of short sequences first. Rounds without drafting are needed under every policy. The kind of an
-    auto policy, which stands for measuring it, comes after the shapes that it chooses among.
+    """The kinds of rounds to prepare. Any plan can meet any number of places: sequences leave empty places between them, and those whose
+    prompts are still read count for the plan but are in no round. Rounds whose plan is that of about as many sequences as places are the
+    usual ones, so they come first; among these, and among the others, those of short sequences. Rounds without drafting are needed under
+    every policy. The kind of an auto policy, which stands for measuring it, comes after the shapes that it chooses among.
     """
     most = len(rounds.token_B)
     sizes = [*(1 << i for i in range((most - 1).bit_length())), most]
     lengths = [rounds.padded_length(1)] if rounds.graphs is None else rounds.padded_lengths()
-    for padded_length, how, n in product(lengths, HOWS, sizes):
+    every = dict.fromkeys(plan(load) for load in range(1, most + 1))
+    for usual, padded_length, how, n in product((True, False), lengths, HOWS, sizes):
         warp = LogitsWarper({name: column[:n] for name, column in rounds.warps.items()}, **how)
-        for policy in dict.fromkeys(plan(load) for load in range(n // 2 + 1, n + 1)):
+        of_n = {plan(load) for load in range(n // 2 + 1, n + 1)}
+        for policy in (policy for policy in every if (policy in of_n) == usual):
             shapes = [] if policy is None else shapes_of(policy, rounds.rule, warp.heat)
             if policy is not None and policy.kind == "auto" and padded_length == rounds.padded_length(1) and not how["penalty"]:
                 shapes.append(policy)

@@ -164,6 +164,27 @@ def test_a_server_captures_before_anybody_waits(policy: TreePolicy | None, monke
         assert (found[0], found[2]) == (greedy[0], greedy[2])
 
 
+def test_a_server_captures_every_plan_for_every_number_of_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence that is left alone at the last place has the plan of one sequence in a round over all places."""
+    monkeypatch.setattr(warm_up, "HOWS", warm_up.HOWS[:1])
+    chain, rounds_run = TreePolicy("chain", depth=2), list[tuple[int, TreePolicy | None, bool]]()
+    with replaying() as made:
+        engine = Engine(TARGET(), trained(), sequences=2, max_length=40, plans={1: chain, 2: None}, graphs=True)
+        engine.warm_up()
+        find = made.find
+
+        def watched(graphs: Any, kind: Any, warp: Any) -> Any:
+            rounds_run.append((kind.n, kind.policy, (found := find(graphs, kind, warp)) is not None))
+            return found
+
+        monkeypatch.setattr(made, "find", watched)
+        for new_tokens in (3, NEW):
+            engine.add_request(PROMPTS[0], new_tokens=new_tokens, stop_ids=())
+        while engine.active:
+            engine.step()
+    assert (2, None, True) in rounds_run and (2, chain, True) in rounds_run and all(captured for *_, captured in rounds_run)
+
+
 def test_more_than_can_be_kept_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(warm_up, "MOST_GRAPHS", 5)
     with replaying():
