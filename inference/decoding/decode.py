@@ -47,7 +47,7 @@ class Generation:
 
     tokens: list[int] = field(default_factory=list)  # new tokens only
     emitted: list[int] = field(default_factory=list)  # tokens that each round added, the target's own token counted
-    asked: list[int] = field(default_factory=list)  # depth of each round's tree; 0: nothing was guessed
+    asked: list[int] = field(default_factory=list)  # depth of each round's tree as it was grown; 0: nothing was guessed
     shapes: list[TreePolicy | None] = field(default_factory=list)  # the policy of each round; None: no drafting
     guesses: list[Guesses] = field(default_factory=list)  # the tree of each round
     seconds: float = 0.0  # wall clock, prompt included

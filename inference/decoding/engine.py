@@ -24,6 +24,7 @@ from headstart.inference.decoding.row import Row, likely_of, shared_by, told_of
 from headstart.inference.decoding.said import Said
 from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.target import Target
+from headstart.inference.decoding.tree import depths_of
 from headstart.inference.decoding.warm_up import prepare_expected
 
 Plans = Mapping[int, TreePolicy | None]  # n -> the tree for up to n sequences at once (None: no drafting)
@@ -208,15 +209,14 @@ class Engine:
         """Give the tokens of a round to its sequences, except those that have ended meanwhile. Returns the sequences that got tokens."""
         if event is not None:
             event.synchronize()
-        emitted, likely = [], None if said.likely is None else said.likely.tolist()
+        emitted, path, likely = [], self.rounds.path, None if said.likely is None else said.likely.tolist()
         for b, (row, (count, *tokens)) in enumerate(zip(places, said.tokens.tolist(), strict=True)):
             if row is None or row.ended:
                 continue
-            path = self.rounds.path
             nodes = (len(tokens) - path) // 2  # of the tree, whose tokens and parents follow the ``path`` new tokens: see ``Said``
             taken = row.take(tokens[: count + 1], row.most, row.stop)
             row.emitted.append(len(taken))
-            row.asked.append(0 if policy is None else policy.depth)
+            row.asked.append(max(depths_of(tokens[path + nodes :]), default=0))
             row.shapes.append(policy)
             row.guesses.append(Guesses(tokens[path : path + nodes], tokens[path + nodes :], count))
             if likely is not None:

@@ -19,6 +19,14 @@ from torch import Tensor
 NO_NODE = -2  # as a parent: this place is empty
 
 
+def depths_of(parents: Sequence[int]) -> list[int]:
+    """The depth of each node of one sequence's tree: 1 for children of the root row; 0 for an empty place."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(0 if parent == NO_NODE else 1 if parent < 0 else depths[parent] + 1)
+    return depths
+
+
 @dataclass
 class Tree:
     """The draft tokens of B sequences. Children of one row stand in the order in which they were chosen or drawn."""
@@ -43,9 +51,7 @@ class Tree:
     @classmethod
     def of(cls, tokens: Sequence[int], parents: Sequence[int], device: torch.device | str = "cpu") -> Tree:
         """The tree of one sequence from lists of tokens and parents; no node counts as drawn."""
-        depths: list[int] = []
-        for parent in parents:
-            depths.append(1 if parent < 0 else depths[parent] + 1)
+        depths = depths_of(parents)
         x = torch.tensor([list(tokens), list(parents), depths], dtype=torch.int64, device=device)[:, None]
         return cls(x[0], x[1], x[2], max(depths, default=0))
 
