@@ -27,7 +27,7 @@ from headstart.inference.decoding.policy import TreePolicy, costs_as, shapes_of
 from headstart.inference.decoding.propose import Drafting, Proposer
 from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams, heat_of
 from headstart.inference.decoding.target import Target
-from headstart.inference.decoding.tree import Tree
+from headstart.inference.decoding.tree import depths_of
 
 # Constants of the prior, chosen by simulating many acceptance rates and costs, of good and bad drafters alike.
 PRIOR, WEIGHT = [0.65], 2.0  # acceptance rate by depth where it was never measured, and the weight of this prior, in guesses
@@ -101,19 +101,20 @@ class Past:
         """Record a round, of a chain or of a tree: see ``AcceptanceByDepth.learn``."""
         (self.chain if chain else self.tree).learn(asked, accepted)
 
-    def see(self, shape: TreePolicy, tree: Tree, kept: Sequence[int]) -> None:
-        """``learn`` from the round's tree. ``kept``: the rows of the accepted path, the root row first."""
-        self.learn(shape.kind == "chain", shape.depth, len(kept) - 1)  # a tree that ended early counts as a miss: its round costs as much
-        if shape.kind != "chain" and len(tree):  # the path of first children tells what a chain would have got
-            parents, straight = tree.parents_BN[0].tolist(), 0
-            while straight + 1 < len(kept) and parents.index(parents[kept[straight + 1] - 1]) == kept[straight + 1] - 1:
-                straight += 1
-            self.chain.learn(tree.deepest, straight)
-
-    def rest(self) -> None:
-        """Record a round without guesses."""
-        self.chain.fade()
-        self.tree.fade()
+    def see(self, shape: TreePolicy | None, tokens: Sequence[int], parents: Sequence[int], accepted: Sequence[int]) -> None:
+        """``learn`` from a round's shape (None: no guesses) and tree, as in ``Guesses``. ``accepted``: the guesses that were right."""
+        if shape is None:
+            self.chain.fade()
+            self.tree.fade()
+            return
+        self.learn(shape.kind == "chain", shape.depth, len(accepted))  # a tree that ended early counts as a miss: its round costs as much
+        if shape.kind != "chain" and tokens:  # the path of first children tells what a chain would have got
+            firsts, here = list[int](), -1
+            while here in parents:
+                here = parents.index(here)
+                firsts.append(tokens[here])
+            straight = sum(accumulate((a == b for a, b in zip(firsts, accepted, strict=False)), mul))
+            self.chain.learn(max(depths_of(parents)), straight)
 
     def taus(self, shapes: Sequence[TreePolicy], prior: Sequence[float] = ()) -> list[float]:
         """tau: the tokens that a round of each shape is expected to emit."""

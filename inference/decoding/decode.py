@@ -171,11 +171,10 @@ def run(sequence: SequenceState, proposer: Proposer | None, policy: TreePolicy |
             rows_R, states = rows_R[index_A], {tap: s[:, index_A] for tap, s in states.items()}
         if proposer is not None:
             waiting.append(Verified(rows_R, states, first))
-        sequence.add([*(rows_R[1:].tolist() if len(kept) > 1 else ()), token], chosen, tree, len(kept) - 1)
-        if auto is not None and chosen is None:
-            past.rest()
-        elif auto is not None and shape is not None:
-            past.see(shape, tree, kept)
+        accepted = rows_R[1:].tolist() if len(kept) > 1 else []
+        sequence.add([*accepted, token], chosen, tree, len(accepted))
+        if auto is not None:
+            past.see(shape, tree.tokens_BN[0].tolist(), tree.parents_BN[0].tolist(), accepted)
     result.seconds = time.perf_counter() - start
     return result
 

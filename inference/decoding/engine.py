@@ -214,17 +214,16 @@ class Engine:
             if row is None or row.ended:
                 continue
             nodes = (len(tokens) - path) // 2  # of the tree, whose tokens and parents follow the ``path`` new tokens: see ``Said``
+            guesses, parents = tokens[path : path + nodes], tokens[path + nodes :]
             taken = row.take(tokens[: count + 1], row.most, row.stop)
             row.emitted.append(len(taken))
-            row.asked.append(max(depths_of(tokens[path + nodes :]), default=0))
+            row.asked.append(max(depths_of(parents), default=0))
             row.shapes.append(policy)
-            row.guesses.append(Guesses(tokens[path : path + nodes], tokens[path + nodes :], count))
+            row.guesses.append(Guesses(guesses, parents, count))
             if likely is not None:
                 row.logprobs += [told_of(each, row.likely) for each in likely[b][: len(taken)]] if row.likely is not None else []
-            if policy is None:
-                row.past.rest()
-            else:
-                row.past.learn(policy.kind == "chain", policy.depth, count)
+            if self.auto:
+                row.past.see(policy, guesses, parents, tokens[:count])
             self._settle(row)
             emitted.append(row)
         return emitted

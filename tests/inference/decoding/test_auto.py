@@ -177,6 +177,33 @@ def test_greedy_text_is_the_targets_in_both_paths(head: str) -> None:
         assert row.tokens == expected and len(row.shapes) == len(row.emitted)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_both_paths_learn_the_same_from_trees(temperature: float, measured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of chains too, by the first children: the choices that follow are the same."""
+    target, prompt, pasts = TARGET(), random_tokens(9, seed=1), list[Past]()
+    tree = TreePolicy("auto", depth=4, nodes=8, branch=3)
+    measured({str(shape): 1.1 for shape in shapes_of(tree, "auto", 2 * int(temperature)) if shape.kind != "chain" and shape.depth == 4})
+    monkeypatch.setattr(decode, "Past", lambda: pasts.append(Past()) or pasts[-1])
+    how = dict(new_tokens=31, sampling=SamplingParams(temperature, seed=3), stop_ids=())
+    drafter = make("eagle", target)
+    alone = generate(target, Drafting(drafter), prompt, policy=tree, **how)
+    own = Engine(target, drafter, sequences=1, max_length=64, plans=tree)
+    row = own.add_request(prompt, **how)
+    while not row.done:
+        own.step()
+    assert row.tokens == alone.tokens and row.shapes == alone.shapes and {s.kind for s in row.shapes if s} <= {"dynamic", "fixed"}
+    assert row.past == pasts[0] and sum(row.past.chain.seen) > 0 and sum(row.past.tree.right) > 0
+
+
+def test_a_tree_tells_what_its_first_children_would_have_got() -> None:
+    """0, 2 and then 5, the second child of 2, were right. Place 6 is empty."""
+    past, parents, tokens = Past(), [-1, -1, 0, 0, 2, 2, -2], [7, 8, 9, 6, 5, 4, 0]
+    past.see(TreePolicy(depth=4, nodes=7), tokens, parents, [7, 9, 4])
+    assert past.tree == AcceptanceByDepth([1, 1, 1, 0], [1, 1, 1, 1]) and past.chain == AcceptanceByDepth([1, 1, 0], [1, 1, 1])
+    past.see(None, [], [], [])
+    assert past.chain.seen == [auto.FADE] * 3
+
+
 def test_expected_tokens_by_hand() -> None:
     seen = AcceptanceByDepth()
     seen.learn(3, 3)
