@@ -190,11 +190,13 @@ def auto_of(policy: TreePolicy, target: Target, proposer: Proposer, sampling: Sa
     process. The measurement continues a meaningless text, because the time of a round hardly depends on which tokens are guessed. It grows
     trees to their full depth: in such a text the drafter is unsure, and ``least`` would end trees earlier than in real text.
     """
+    from headstart.inference.decoding.decode import longest  # that file imports this one
+
     known, key = known_of(target, proposer), key_of(policy, sampling)
     if key in known:
         return known[key]
     shapes, how = shapes_of(*key), SamplingParams(sampling.temperature, rule=sampling.rule)
-    most = target.shape.max_positions
+    most = longest(target, 1)
     prompt = [i % target.shape.vocab_size for i in range(max(min(48, most // 2), 1))]
     new_tokens = min(ROUNDS * (1 + policy.depth), most - len(prompt))
 

@@ -20,7 +20,7 @@ from headstart.heads import hub
 from headstart.heads.base import TargetShape
 from headstart.heads.errors import UserError
 from headstart.inference import hf
-from headstart.inference.decoding import context
+from headstart.inference.decoding import auto, context
 from headstart.inference.decoding.decode import check_prompt, generate, longest
 from headstart.inference.decoding.decoder import generate_batch
 from headstart.inference.decoding.placement import check_device
@@ -213,6 +213,17 @@ def test_how_long_a_sequence_may_be(tokens: int, most: int) -> None:
     check_prompt(target, random_tokens(tokens, seed=1), most - tokens)
     with pytest.raises(UserError, match="changes its rotation at 64" if most == 64 else "exceed the target's context of 256"):
         check_prompt(target, random_tokens(tokens, seed=1), most - tokens + 1)
+
+
+def test_an_auto_policy_is_measured_on_one_side_of_the_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own text is longer than what was asked for, which stays before the turn or is beyond it."""
+    monkeypatch.setattr(auto, "TURNS", 1)
+    monkeypatch.setattr(auto, "LONG", 0.0)
+    target, small = another("phi3", OTHERS["phi3"]), TreePolicy("auto", depth=2, nodes=3, branch=2)
+    for n in (20, 70):
+        how: dict[str, Any] = dict(new_tokens=auto.WORTH, stop_ids=())
+        made = generate(target, Drafting(make("eagle", target)), random_tokens(n, seed=n), policy=small, **how)
+        assert made.tokens == generate(target, None, random_tokens(n, seed=n), **how).tokens
 
 
 def test_sequences_of_a_batch_share_the_rotation_of_a_longrope_target() -> None:
