@@ -170,7 +170,8 @@ def open_guesser(
     policy = next(iter(load_plans(speculator, target, drafter).values()))
     if policy is not None:
         policy.check(decode.sampling.rule)
-        print(f"tree of decode.json: {policy}")
+        if is_main():
+            print(f"tree of decode.json: {policy}")
     return drafter, None, policy
 
 

@@ -123,6 +123,17 @@ def test_where_a_drafter_can_be_placed(tmp_path: Path) -> None:
                 open_guesser(decode, None, target, "cpu")
 
 
+@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
+def test_the_first_of_several_processes_names_the_tree(
+    rank: str, lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr("headstart.inference.settings.open_speculator", lambda *_: object())
+    monkeypatch.setattr("headstart.inference.settings.load_plans", lambda *_: {1: TreePolicy("chain", depth=2)})
+    open_guesser(open_decode(settings("decode", "auto", kind="tuned")), "x", tiny_target())
+    assert capsys.readouterr().out.count("tree of decode.json: chain of 2\n") == lines
+
+
 def test_a_limit_of_prompts_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     say_limit([[1], [2]], "decode.prompts", 3)
     say_limit([[1], [2]], "count", None)
