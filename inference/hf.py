@@ -173,12 +173,17 @@ def _made_of(model: Any, drafter: Guesser, policy: Policy, tokenizer: Any) -> li
         drafter = None
     elif isinstance(drafter, Drafter):
         weight = next(drafter.parameters(), None)
-        files = None if weight is None else (weight.device, weight.dtype)
+        files = None if weight is None else (weight.device, weight.dtype, _places(drafter))
     ends = getattr(drafter, "_ends", None)  # the drafter may have been attached to another target meanwhile
-    # the addresses of the weights change with a new output head or adapter, which captured graphs would not use
-    places = [p.data_ptr() for p in model.parameters()]
     adapters = [(str(m.active_adapters), m.disable_adapters, m.merged) for m in model.modules() if hasattr(m, "lora_A")]
-    return [model, drafter, tokenizer, ends[0] if ends else None, (model.device, model.dtype, policy, files, places, adapters)]
+    return [model, drafter, tokenizer, ends[0] if ends else None, (model.device, model.dtype, policy, files, _places(model), adapters)]
+
+
+def _places(module: torch.nn.Module) -> list[int]:
+    """The addresses of its weights. They change with a new output head, a new adapter or loaded weights, which captured graphs would not
+    use. What oneDNN has prepacked has none, and cannot be replaced.
+    """
+    return [0 if p.is_mkldnn else p.data_ptr() for p in module.parameters()]
 
 
 def _same(a: list[Any], b: list[Any]) -> bool:

@@ -223,6 +223,10 @@ def test_what_decodes_is_kept_between_calls(tmp_path: Path, monkeypatch: pytest.
         hub.save(drafter, tmp_path, target_of().card | {"tokenizer": "none"}, torch.float32)  # another export
         assert [engines(tmp_path, PROMPTS[:1]) for _ in range(2)] == [1, 0]
         assert engines(drafter, PROMPTS[:1]) == 1
+        drafter.load_state_dict(
+            {name: w.clone() for name, w in drafter.state_dict().items()}, assign=True
+        )  # graphs would read the old ones
+        assert [engines(drafter, PROMPTS[:1]) for _ in range(2)] == [1, 0]
         drafter.attach(target_of().ends)  # it was used with another model
         assert [engines(drafter, PROMPTS[:1]) for _ in range(2)] == [1, 0]
         assert vars(copy.deepcopy(model))[hf.KEPT].decoder is None
@@ -243,6 +247,13 @@ def test_what_decodes_is_kept_between_calls(tmp_path: Path, monkeypatch: pytest.
     calls()
     gc.collect()
     assert not any(there() for there in made), "it goes with the model and the drafter"
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+def test_what_was_prepacked_is_kept_too() -> None:
+    layer = torch.nn.Linear(8, 8).requires_grad_(False)
+    layer.weight = torch.nn.Parameter(layer.weight.to_mkldnn(), requires_grad=False)
+    assert hf._places(layer) == [0, layer.bias.data_ptr()]
 
 
 def test_a_model_with_another_head_is_another_model() -> None:
