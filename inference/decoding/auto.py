@@ -233,16 +233,9 @@ def _settled(rounds: Sequence[float]) -> float:
 
 def clock_of(target: Target) -> Callable[[], float]:
     """A clock in seconds, for differences. Where one CPU process does all the work, it counts the time that the thread really ran: other
-    processes stretch long rounds more than short ones (by factors, as measured). Elsewhere it counts wall-clock time. Processes that share
-    the target's layers all get the first one's time: they must run the same rounds, during a measurement too, and choose the same shapes.
+    processes stretch long rounds more than short ones (by factors, as measured). Elsewhere it counts wall-clock time.
     """
-
-    def first() -> float:
-        seconds = torch.tensor(time.perf_counter(), dtype=torch.float64, device=target.device)
-        torch.distributed.broadcast(seconds, 0)
-        return float(seconds)
-
-    return first if target.shared else time.perf_counter if target.spread or target.device.type != "cpu" else time.thread_time
+    return time.thread_time if target.device.type == "cpu" and not target.spread else target.agreed(time.perf_counter)
 
 
 def wait_for(device: torch.device) -> None:

@@ -13,7 +13,7 @@ import copy
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,18 @@ class Target(TargetInfo):
     def shared(self) -> bool:
         """Whether the layers are sharded over several processes."""
         return any(hasattr(p, "full_tensor") for p in self.model.parameters())
+
+    def agreed(self, clock: Callable[[], float]) -> Callable[[], float]:
+        """``clock``; for processes that share the layers, the clock of the first one. All of them then measure the same seconds: they must
+        run the same rounds, also in a measurement that ends by the clock, and choose the same shapes.
+        """
+
+        def of_the_first() -> float:
+            seconds = torch.tensor(clock(), dtype=torch.float64, device=self.device)
+            torch.distributed.broadcast(seconds, 0)
+            return float(seconds)
+
+        return of_the_first if self.shared else clock
 
     def layers_on(self) -> Counter[torch.device]:
         """How many layers each device holds."""

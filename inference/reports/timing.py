@@ -38,7 +38,7 @@ def time_rounds(
     target: Target, drafter: Drafter, trees: Trees, prompts: Sequence[Sequence[int]], B: int, new_tokens: int
 ) -> dict[TreePolicy | None, Round]:
     """The seconds of a round with each tree (None: a plain round), in an engine full of B sequences halfway through their new tokens."""
-    longest, device = max(map(len, prompts)), target.device
+    longest, device, clock = max(map(len, prompts)), target.device, target.agreed(now)
     engine = Engine(target, drafter, sequences=B, max_length=longest + new_tokens, plans=dict(enumerate(trees, start=B)))
     for i in range(B):
         engine.add_request(prompts[i % len(prompts)], new_tokens=new_tokens, stop_ids=())
@@ -52,10 +52,10 @@ def time_rounds(
         spent = 0.0
         for _ in range(runs):
             wait_for(device)
-            start = now()
+            start = clock()
             call()
             wait_for(device)
-            spent += now() - start
+            spent += clock() - start
             put_back()
         return spent / runs
 
@@ -65,8 +65,8 @@ def time_rounds(
         put_back()
         return Round(seconds(draft), seconds(verify))
 
-    found, start, done = defaultdict[TreePolicy | None, list[Round]](list), now(), 0
-    while done < passes or now() - start < least:
+    found, start, done = defaultdict[TreePolicy | None, list[Round]](list), clock(), 0
+    while done < passes or clock() - start < least:
         for tree in trees:
             found[None].append(once(None))  # beside every tree: all costs are relative to it
             found[tree].append(once(tree))

@@ -17,6 +17,8 @@ from headstart.inference.decoding.decoder import generate_batch
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.target import Target
+from headstart.inference.reports import timing
+from headstart.inference.reports.timing import time_rounds
 from tests.drafters import learn_by_heart, make, random_tokens
 
 SMALL = TreePolicy("auto", depth=2, nodes=3, branch=2)
@@ -42,10 +44,12 @@ if __name__ == "__main__":
     # one clock stands almost still, so that turns end after ROUNDS rounds, and by the other one three rounds are long
     ticks, step = count(), (0.001, 0.3)[torch.distributed.get_rank()]
     clock: Any = SimpleNamespace(perf_counter=lambda: next(ticks) * step)
-    auto.time, auto.ROUNDS = clock, 6
+    auto.time, auto.ROUNDS, timing.now = clock, 6, clock.perf_counter
     more = [generate(whole, None, p, new_tokens=LONGER).tokens for p in PROMPTS]
     assert [generate(shared, Drafting(drafter), p, new_tokens=LONGER, policy=SMALL).tokens for p in PROMPTS] == more
     assert [g.tokens for g in generate_batch(shared, drafter, PROMPTS, new_tokens=LONGER, policy=SMALL)] == more
     costs, both = [known.costs for known in auto.known_of(shared, drafter).values()], list[Any]([None, None])
     torch.distributed.all_gather_object(both, costs)
     assert both[0] == both[1] and len(costs) == 2, "measured for one sequence, and for two"
+    torch.distributed.all_gather_object(both, time_rounds(shared, drafter, [tree], PROMPTS, 2, NEW))
+    assert both[0] == both[1]
