@@ -1,6 +1,7 @@
 """The Medusa folder that vLLM 0.10 to 0.32 load with ``method: medusa`` (0.33 has dropped it).
 
-Without ``medusa_fc_bias`` vLLM drops the biases. The names of the authors' checkpoints (``h.l.linear``, ``h.L`` for the output head),
+vLLM drops the biases of a file unless its config has ``medusa_fc_bias``; the authors' code, whose config has no such key, reads them,
+and so do we. The names of the authors' checkpoints (``h.l.linear``, ``h.L`` for the output head),
 with or without ``medusa_heads.`` before them, are read too. A single output head for all depths, which vLLM needs for a trimmed
 vocabulary, is refused.
 """
@@ -54,10 +55,14 @@ def recognises(config: dict[str, Any]) -> bool:
 
 
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
-    """The numbers of heads and layers. Biases that the file leaves out are added as zeros. Raises UserError for keys that do not fit."""
+    """The numbers of heads and layers. To a file without biases, zeros are added. Raises UserError for keys that do not fit."""
     need(config, {"original_lm_head": (False, None), "truncated_vocab_size": (shape.vocab_size, None), "logit_scale": (1.0, None)})
     need(config, {"quantization_config": (None,)})
-    if not flag(config, "medusa_fc_bias"):
+    said, biases = flag(config, "medusa_fc_bias"), any(name.endswith(".bias") for name in tensors)
+    if biases and config.get("medusa_fc_bias") is False:
+        raise UserError("the folder has medusa_fc_bias=False, but biases in its file: vLLM drops them, others read them; "
+                        "set it to true, or take the biases out")  # fmt: skip
+    if not said and not biases:
         for name in [n for n in map(canonical, tensors) if n.startswith("blocks.") and n.endswith(".weight")]:
             tensors[name.removesuffix("weight") + "bias"] = torch.zeros(shape.hidden_size, dtype=next(iter(tensors.values())).dtype)
     return "medusa", {"guesses": _count(config, "num_heads", 5), "layers": _count(config, "num_layers", 1, "num_hidden_layers")}

@@ -253,12 +253,13 @@ AUTHORS |= {f"lm_heads.{h}.weight": f"medusa_heads.{h}.2.weight" for h in range(
 OURS_BEFORE = {f"blocks.{h}.layers.{i}.": f"blocks.{h}.{i}.linear." for h in range(3) for i in range(2)}
 
 
+@pytest.mark.parametrize("fc_bias", [True, ..., None])  # the authors' config does not have the key
 @pytest.mark.parametrize("rename", [{}, AUTHORS, {k: v.removeprefix("medusa_heads.") for k, v in AUTHORS.items()}, OURS_BEFORE])
-def test_a_foreign_medusa_folder_loads(rename: dict[str, str], tmp_path: Path) -> None:
+def test_a_foreign_medusa_folder_loads(rename: dict[str, str], fc_bias: Any, tmp_path: Path) -> None:
     drafter = make("medusa", TARGET(), guesses=3, layers=2)
     hub.save(drafter, tmp_path / "s", TARGET().card, torch.float32)
     keys = dict(num_heads=..., num_hidden_layers=..., medusa_num_heads=3, medusa_num_layers=2) if rename is AUTHORS else {}
-    foreign(tmp_path / "s", rename, **keys)
+    foreign(tmp_path / "s", rename, medusa_fc_bias=fc_bias, **keys)
     loaded = hub.load(tmp_path / "s", TARGET().shape)
     assert loaded.config == {"head": "medusa", "guesses": 3, "layers": 2, "draft_vocab": None}
     assert all(torch.equal(loaded.state_dict()[k], v) for k, v in drafter.state_dict().items())
@@ -274,13 +275,14 @@ def test_medusa_folders_that_compute_otherwise(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=f"the folder has {key}={value}"):
             hub.load(tmp_path / "s", TARGET().shape)
     hub.save(drafter, tmp_path / "s", TARGET().card, torch.float32)
-    foreign(tmp_path / "s", {}, medusa_fc_bias=False)  # engines then drop the biases of the file
+    foreign(tmp_path / "s", {}, medusa_fc_bias=False)
+    with pytest.raises(UserError, match="medusa_fc_bias=False, but biases in its file"):
+        hub.load(tmp_path / "s", TARGET().shape)
+    w, _ = folder_of(tmp_path / "s")
+    save_file({k: v for k, v in w.items() if not k.endswith("bias")}, tmp_path / "s" / "model.safetensors")
     loaded = hub.load(tmp_path / "s", TARGET().shape).state_dict()
     for name, tensor in drafter.state_dict().items():
         assert torch.equal(loaded[name], torch.zeros_like(tensor) if name.endswith("bias") else tensor)
-    w, _ = folder_of(tmp_path / "s")
-    save_file({k: v for k, v in w.items() if not k.endswith("bias")}, tmp_path / "s" / "model.safetensors")
-    assert all(torch.equal(hub.load(tmp_path / "s", TARGET().shape).state_dict()[k], v) for k, v in loaded.items())
 
 
 @torch.no_grad()
