@@ -30,8 +30,9 @@ def cache_folder() -> Path:
     """The cache, for what can be made again: the folder ``HEADSTART_CACHE``, else ``headstart`` in the user's cache folder. Raises
     UserError where the user has no home folder.
     """
+    place = os.environ.get("HEADSTART_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "headstart")
     try:
-        return Path(os.environ.get("HEADSTART_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "headstart")
+        return Path(place).expanduser()
     except RuntimeError as e:
         raise UserError("this user has no home, where a cache would be kept: set HEADSTART_CACHE to a folder") from e
 

@@ -197,6 +197,17 @@ def test_the_digest_of_a_file(tmp_path: Path) -> None:
     assert sha256(tmp_path / "a") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, appendix B.1
 
 
+def test_the_cache_may_lie_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HEADSTART_CACHE", "~/cache")  # as no shell expands it, behind an = or in a service's file
+    assert files.cache_folder() == tmp_path / "cache"
+    monkeypatch.delenv("HEADSTART_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "~/xdg")
+    assert files.cache_folder() == tmp_path / "xdg" / "headstart"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert files.cache_folder() == tmp_path / ".cache" / "headstart"
+
+
 def test_damaged_lines_are_skipped_and_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.jsonl"
     assert files.json_lines(path) == []
