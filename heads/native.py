@@ -96,11 +96,11 @@ def _compiled() -> Path:
     """The library's path, from the cache if it is there. Raises Unavailable saying what is missing."""
     if platform.system() != "Linux":
         raise Unavailable("it is made for Linux")
-    compiler = shutil.which(os.environ.get("CXX") or "g++")
-    if compiler is None:
+    compiler = (os.environ.get("CXX") or "g++").split()  # may have several words: "ccache g++", "g++ -m64"
+    if not compiler or shutil.which(compiler[0]) is None:
         raise Unavailable("there is no C++ compiler: install g++ (Debian: apt install g++)")
     sources = [SOURCE, *sorted(SOURCE.parent.glob("native*.h"))]
-    about = [*(each.read_bytes() for each in sources), " ".join(FLAGS).encode(), _run([compiler, "--version"]).encode(), _processor()]
+    about = [*map(Path.read_bytes, sources), " ".join([*compiler, *FLAGS]).encode(), _run([*compiler, "--version"]).encode(), _processor()]
     key = hashlib.sha256(b"\0".join(about)).hexdigest()[:32]
     folder = _own(cache_folder() / "native")
     path = folder / f"{key}.so"
@@ -108,8 +108,8 @@ def _compiled() -> Path:
         log.info("compiling %s for this processor, once", SOURCE.name)
         with tempfile.TemporaryDirectory(dir=folder) as beside:
             made = [str(Path(beside, name)) for name in ("native.o", "native.so")]
-            _run([compiler, *FLAGS, str(SOURCE), "-o", made[0]])
-            _run([compiler, "-shared", made[0], "-o", made[1]])  # without -fopenmp: that would add a second OpenMP
+            _run([*compiler, *FLAGS, str(SOURCE), "-o", made[0]])
+            _run([*compiler, "-shared", made[0], "-o", made[1]])  # without -fopenmp: that would add a second OpenMP
             os.sync()
             Path(made[1]).replace(path)
     return path

@@ -239,6 +239,24 @@ def test_it_is_compiled_once(anew: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert native.library() is not None and made.stat().st_size
 
 
+@needs_library
+def test_a_compiler_may_have_several_words(anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = list[list[str]]()
+
+    def run(command: list[str]) -> str:
+        ran.append(command)
+        if "-o" in command:
+            Path(command[-1]).write_text("made")
+        return ""
+
+    monkeypatch.setattr(native, "_run", run)
+    monkeypatch.setenv("CXX", "env g++ -m64")
+    made = native._compiled()
+    assert made.is_file() and len(ran) == 3 and all(command[:3] == ["env", "g++", "-m64"] for command in ran)
+    monkeypatch.setenv("CXX", "env g++")  # its words may be options, which change what is compiled
+    assert native._compiled() != made
+
+
 def _no_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
 
