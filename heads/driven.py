@@ -7,7 +7,7 @@ names our function, which finds the rule in a thread-local variable. So a rule t
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -27,12 +27,16 @@ class _Pass(threading.local):
 
 
 _PASS = _Pass()
-_LOCKS: defaultdict[int, threading.RLock] = defaultdict(threading.RLock)
+_LOCKS: dict[int, threading.RLock] = {}  # id of a config -> its lock, as long as the config lives (it cannot be hashed)
 
 
 def alone(config: Any) -> threading.RLock:
     """The lock to hold during every pass of layers with this config, because threads that share the layers share the config too."""
-    return _LOCKS[id(config)]
+    lock = _LOCKS.get(id(config))
+    if lock is None:
+        lock = _LOCKS.setdefault(id(config), threading.RLock())
+        weakref.finalize(config, _LOCKS.pop, id(config), None)
+    return lock
 
 
 @contextmanager
@@ -48,12 +52,13 @@ def by_rule(config: Any, sees: Sees, by_kind: Mapping[str, Sees] | None = None) 
     rules = by_kind or {}
     marks = {kind: None if rule is sees else torch.full((1, 1, 1, 1), torch.nan) for kind, rule in rules.items()}
     with alone(config):
-        before, _PASS.sees, config._attn_implementation = config._attn_implementation, sees, NAME
+        before = _PASS.sees, _PASS.marked, config._attn_implementation
+        _PASS.sees, config._attn_implementation = sees, NAME
         _PASS.marked = {id(mark): rules[kind] for kind, mark in marks.items() if mark is not None}
         try:
             yield marks
         finally:
-            _PASS.sees, _PASS.marked, config._attn_implementation = None, {}, before
+            _PASS.sees, _PASS.marked, config._attn_implementation = before
 
 
 def can_follow(module: Any, config: Any) -> bool:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import gc
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 from transformers.integrations import sdpa_attention
 
+from headstart.heads import driven
 from headstart.heads.memory import Memory
 from headstart.heads.unroll import unroll
 from headstart.heads.visibility import CausalSees, ChainSees
@@ -152,6 +155,25 @@ def test_the_name_of_the_attention_is_put_back_whatever_happens() -> None:
     with pytest.raises(ZeroDivisionError):
         target.read(TOKENS, POSITIONS, ())
     assert target.config._attn_implementation == "sdpa"
+
+
+def test_a_config_that_is_gone_leaves_no_lock_to_another_one() -> None:
+    config = LlamaConfig()
+    assert driven.alone(config) is driven.alone(config) is not driven.alone(LlamaConfig())
+    place = id(config)
+    del config
+    gc.collect()
+    assert place not in driven._LOCKS
+
+
+def test_behind_a_rule_within_a_rule_the_outer_one_holds_again() -> None:
+    outer, inner = LlamaConfig(attn_implementation="sdpa"), LlamaConfig(attn_implementation="sdpa")
+    with driven.by_rule(outer, sees := CausalSees(2, 2), {"full": CausalSees(1, 1)}):
+        marked = driven._PASS.marked
+        with driven.by_rule(inner, CausalSees(3, 3)):
+            assert driven._PASS.sees is not sees and not driven._PASS.marked
+        assert driven._PASS.sees is sees and driven._PASS.marked is marked and len(marked) == 1
+    assert driven._PASS.sees is None and not driven._PASS.marked
 
 
 def test_two_threads_may_read_by_the_same_layers() -> None:
