@@ -157,6 +157,13 @@ def test_rows_of_padding_beyond_memory_harm_nobody() -> None:
     torch.testing.assert_close(found[1].double(), expected[1], rtol=0, atol=2e-6)
 
 
+@torch.no_grad()
+def test_a_sequence_without_earlier_rows_beside_one_with_them() -> None:
+    torch.manual_seed(0)
+    sees, q, (k, v) = LaterSees([0, 40], KEPT + 6), torch.randn(2, H, KEPT + 6, D), torch.randn(2, 2, G, KEPT + 46, D)
+    torch.testing.assert_close(sees.attend(q, [(k, v)]).double(), dense_only(sees, q, k, v), rtol=0, atol=2e-6)
+
+
 def test_what_is_trained_through_keeps_its_gradients() -> None:
     q, k = torch.randn(1, H, KEPT + 6, D, requires_grad=True), torch.randn(1, G, KEPT + 30, D)
     assert CausalSees(KEPT + 6, KEPT + 30).attend(q, [(k, k)]).requires_grad
