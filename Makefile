@@ -10,14 +10,19 @@ OFFLINE := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 WANDB_MOD
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test slow gpu checks notebooks docs figures clean
+.PHONY: help install only-ours demo test slow gpu checks notebooks docs figures clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 install: $(VENV)/.installed ## a virtual environment in .venv with everything (VENV=DIR, PYTHON=python3.12 to choose)
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+# An environment holds one checkout: with the one of another, tests would run that code, or installing would take it away from there.
+only-ours:
+	@other=$$(sed -n 's|.*"url": *"file://\([^"]*\)".*|\1|p' $(VENV)/lib/python*/site-packages/headstart-*.dist-info/direct_url.json 2>/dev/null); \
+	test ! -d "$$other" || test "$$other" -ef . || { echo "error: $(VENV) is the environment of $$other: choose another one (VENV=DIR)"; exit 1; }
+
+$(VENV)/.installed: pyproject.toml constraints.txt | only-ours
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: Python 3.11 or newer is needed: make PYTHON=python3.12"; exit 1; }
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[dev]"

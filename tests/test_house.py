@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -216,6 +217,29 @@ def test_make_help_lists_every_command() -> None:
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert {"demo", "test", "checks", "figures"} <= set(targets)
     assert [line.split()[1] for line in shown.splitlines()] == targets
+
+
+@pytest.mark.parametrize("of, refused", [("elsewhere", True), ("gone", False), (ROOT, False), (None, False)])
+def test_the_environment_of_another_checkout_is_left_alone(of: str | Path | None, refused: bool, tmp_path: Path) -> None:
+    make, venv = shutil.which("make"), tmp_path / "venv"
+    if make is None:
+        pytest.skip("make is not installed")
+    (tmp_path / "elsewhere").mkdir()
+    (venv / "bin").mkdir(parents=True)
+    python = venv / "bin" / "python"
+    python.write_text('#!/bin/sh\necho "$@" > "$0.asked"\n')
+    python.chmod(0o755)
+    if of is not None:
+        about = venv / "lib" / "python3.11" / "site-packages" / "headstart-0.1.dist-info"
+        about.mkdir(parents=True)
+        (about / "direct_url.json").write_text(json.dumps({"dir_info": {"editable": True}, "url": f"file://{tmp_path / of}"}))
+    command = [make, "-s", "install", f"VENV={venv}", f"PYTHON={sys.executable}"]
+    for installed in (False, True):  # also where nothing is to be installed
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert (done.returncode != 0) == refused and (f"of {tmp_path}/elsewhere: choose another" in done.stdout) == refused, done.stderr
+        if not installed:
+            assert (venv / "bin" / "python.asked").exists() is not refused
+            (venv / ".installed").touch()
 
 
 WITHOUT = """
