@@ -3,6 +3,7 @@
 import re
 import shlex
 import sys
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -59,13 +60,47 @@ def test_there_are_commands_to_try() -> None:
     assert len(set(commands())) > 30 and set(STARTS.values()) == set(DOORS)
 
 
+def prose(page: Path) -> str:
+    return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+
+
+def anchors(page: Path) -> list[set[str]]:
+    """Where a link can lead to within a page, by its headings: on GitHub, and (for what is in docs/) on the page that MkDocs makes."""
+    headings = [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", line).lower() for line in re.findall(r"^#+ +(.+?) *$", prose(page), re.MULTILINE)]
+    github = {re.sub(r"[^\w -]", "", heading).replace(" ", "-") for heading in headings}
+    plain = [unicodedata.normalize("NFKD", heading).encode("ascii", "ignore").decode() for heading in headings]
+    mkdocs = {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip()) for heading in plain}
+    return [github, mkdocs] if (ROOT / "docs") in page.parents else [github]
+
+
+def broken(page: Path, text: str) -> list[str]:
+    """The links in ``text``, which stands in ``page``, that lead nowhere."""
+    found, drafters = list[str](), ROOT / "docs" / "drafters"
+    made = {drafters / f"{name}.md" for name in ["index", *(path.stem for path in (ROOT / "conf" / "head").glob("*.yaml"))]}
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)", text):
+        name, _, anchor = link.partition("#")
+        there = (page.parent / name).resolve() if name else page
+        if not (there.exists() or there in made) or (anchor and not all(anchor in known for known in anchors(there))):
+            found.append(link)
+    return found
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-    for link in re.findall(r"\]\((?!https?:)([^)#\s]+)", text):
-        there = page.parent / link
-        generated = (there.parent.name == "drafters" and (ROOT / "conf" / "head" / f"{there.stem}.yaml").is_file()) or there.stem == "index"
-        assert there.exists() or generated, f"{page.name}: {link}"
+    assert not broken(page, prose(page))
+
+
+def test_links_that_lead_nowhere_are_found() -> None:
+    wrong = ["nothing.md", "index.md", "docs/nothing/index.md", "docs/data.md#nothing", "#nothing", "docs/drafters/nothing.md"]
+    right = [
+        "docs/index.md",
+        "docs/drafters/index.md",
+        "docs/drafters/eagle.md",
+        "docs/reports.md#reportjson",
+        "#the-drafters",
+        "https://x.y",
+    ]
+    assert broken(ROOT / "README.md", " ".join(f"[a]({link})" for link in [*wrong, *right])) == wrong
 
 
 def test_every_drafter_has_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
