@@ -1,5 +1,5 @@
-"""What is new is one file and one YAML: a drafter, its format, a source of data, a tracker and a proposer are put into a copy of the
-package, where no other line is changed, and used.
+"""What is new is one file and one YAML: a drafter, its format, a source of data, a loss, a tracker and a proposer are put into a copy of
+the package, where no other line is changed, and used. A target, an experiment and a suite are one YAML each.
 """
 
 from __future__ import annotations
@@ -72,6 +72,19 @@ def open(target, *, length: int, seed: int, upto: str):
     return plain.source(target, train, held, length, seed, (plain.PARAGRAPHS,), {text.name: [text[:2]] for text in held})
 ''',
     "conf/data/counting.yaml": "# Numbers.\nname: counting\nupto: 300 # how many\n",
+    "trainers/divergences/dear.py": '''
+"""Cross-entropy, with a fee."""
+
+import torch
+
+
+def dear(log_q_RV, teacher, fee=100.0):
+    return fee - torch.linalg.vecdot(teacher.p_CV, log_q_RV)
+''',
+    "conf/loss/dear.yaml": "# At a fee.\nterms: {dear: 1.0} # what is summed\n",
+    "conf/target/nest.yaml": "# Where parrots live.\ndefaults: [tiny, _self_]\n\nname: nest # in reports\npath: ??? # a folder\n",
+    "conf/experiment/short.yaml": "# @package _global_\n# Two steps.\ndefaults: [smoke, _self_]\n\ntrainer: {steps: 2, length: 64}\n",
+    "conf/suite/riddles.yaml": "# Riddles.\ndefaults: [file, _self_]\n\nname: riddles # in results\nturns: riddle # what is asked\n",
     "trainers/sinks/paper.py": '''
 """A line of paper for each step."""
 
@@ -180,11 +193,13 @@ from pathlib import Path
 from headstart.door import infer, train
 
 small = ["target.path=ROOT/assets/tiny", "decode.new_tokens=8"]
-sys.argv = ["train", "experiment=smoke", "head=parrot", "data=counting", "tracker=paper", "out=run", "trainer.steps=2", "trainer.length=64"]
+sys.argv = ["train", "experiment=short", "head=parrot", "target=nest", "data=counting", "loss=dear", "tracker=paper", "out=run"]
 sys.argv += ["decode.prompts=1", *small]
 train.start()
 said = json.loads(Path("run/report.json").read_text()), Path("run/speculator/README.md").read_text()
 assert said[0]["lossless"] is True and "parrot" in said[1] and '"method": "parrot"' in said[1]  # the new format's own words
+asked, paid = json.loads(Path("run/config.json").read_text()), [json.loads(line) for line in Path("run/metrics.jsonl").open()]
+assert asked["target"]["name"] == "nest" and max(line.get("train/loss", 0) for line in paid) > 100, paid
 paper = Path("run/paper").read_text().splitlines()
 assert paper[0] == "red after 0" and "red step 2" in paper and paper[-2:] == ["red report speculator", "red end"]
 
@@ -192,6 +207,12 @@ Path("prompts.jsonl").write_text('{"id": "a", "text": "1 2 3 4 5 6"}\\n')
 sys.argv = ["infer", "decode=again", "prompts=prompts.jsonl", "out=again", *small]
 infer.main()
 assert json.loads(Path("again/report.json").read_text())["lossless"] is True
+
+Path("riddles.jsonl").write_text('{"id": "a", "riddle": "1 2 3 4 5 6"}\\n')
+sys.argv = ["infer", "evaluate", "suite=riddles", "path=riddles.jsonl", "out=asked", "speculator=run/speculator", "new_tokens=4"]
+sys.argv += ["against=[]", "temperatures=[0.0]", "decode=chain", "target=nest", small[0]]
+infer.main()
+assert json.loads(Path("asked/evaluate.json").read_text())["suite"] == "riddles"
 """
 
 
