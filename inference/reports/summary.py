@@ -22,12 +22,14 @@ def _slower(report: Report, temperature: int) -> str:
 
 
 def _not_drafted(report: Report, temperature: int) -> str:
-    """A sentence if decode=auto hardly drafted, on what a chain costs and emits; else empty."""
+    """A sentence if decode=auto hardly drafted and a chain did not gain, on what a chain emits and costs; else empty. The cost is by the
+    report's own times, as in its table: what decode=auto measured once, before it decoded, may differ.
+    """
     name = f"temperature_{temperature}"
     auto, chain = report.get("auto", {}).get(name), report.get(f"chain_{name}")
-    cost = (auto or {}).get("costs", {}).get(f"chain of {report['tree']['depth']}")
-    if not auto or not chain or cost is None or auto["rounds"].get("no guesses", 0.0) < 0.9 or chain["accepted_length"] > cost:
+    if not auto or not chain or auto["rounds"].get("no guesses", 0.0) < 0.9 or chain["speedup"] > 1:
         return ""
+    cost = chain["accepted_length"] / chain["speedup"]
     return (f"at temperature {temperature} decode=auto leaves guessing out, for it gains nothing here: a round with a chain of "
             f"{report['tree']['depth']} yields {chain['accepted_length']:.2f} tokens and takes as long as {cost:.1f} plain rounds. On a "
             f"larger target, where a plain pass costs as much as {LARGE} guesses and checking guesses costs no more than a plain pass, "
