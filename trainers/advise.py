@@ -32,7 +32,7 @@ from headstart.trainers.shapes import without_weights
 OVERHEAD = (0.05, 0.4)  # engine overhead of a round, in plain passes: with device graphs, and without
 BF16 = 2  # bytes of a served weight
 WORTH, ENOUGH = 1.1, 0.6  # the least speed-up that counts; the least acceptance of the first guess with which practitioners speculate
-MOST = 12  # the most guesses to consider
+MOST = 12  # the most guesses to consider, unless more were measured
 
 
 @dataclass(frozen=True)
@@ -98,15 +98,15 @@ def rate_of(tau: float, guesses: int) -> float:
 
 
 def choose(
-    head: str, drafter: Drafter, own: Model, target: Model, conditional: Sequence[float], load: tuple[Gpu, int, int, int], most: int = MOST
+    head: str, drafter: Drafter, own: Model, target: Model, conditional: Sequence[float], load: tuple[Gpu, int, int, int]
 ) -> Choice:
-    """The number of guesses, up to ``most``, that gains most; a drafter of blocks always makes a whole block. ``load``: the GPU, the number
-    of GPUs, sequences, tokens of context.
+    """The number of guesses that gains most; a drafter of blocks always makes a whole block. ``conditional``: see ``tokens_per_round``.
+    ``load``: the GPU, the number of GPUs, sequences, tokens of context.
     """
     gpu, gpus, sequences, context = load
     plain = target.seconds(gpu, gpus, sequences, 1, context)
-    block, deepest, found = drafter.config.get("block"), drafter.max_depth or most, list[Choice]()
-    for guesses in [deepest] if block else range(1, min(deepest, most) + 1):
+    block, most, found = drafter.config.get("block"), max(MOST, len(conditional)), list[Choice]()
+    for guesses in [drafter.max_depth or most] if block else range(1, min(drafter.max_depth or most, most) + 1):
         verify = target.seconds(gpu, gpus, sequences, guesses + 1, context) / plain
         once = own.seconds(gpu, 1, sequences, block or 1, context) / plain
         draft = once if block or drafter.max_depth else guesses * once  # with one head per depth, all weights are read once per round
@@ -178,11 +178,12 @@ def advise(config: dict[str, Any]) -> list[Choice]:
     known, source = acceptances(config["report"], config["published"], config["task"])
     shape, target = target_of(config["target"])
     made = {head: drafter_of(head, shape) for head in known}
+    if config["report"] is not None:  # deeper guesses were not measured: they count as not accepted
+        known = {head: [*rates, 0.0] for head, rates in known.items()}
     rows, best = list[list[str]](), list[Choice]()
     for sequences in config["sequences"]:
         load = (gpu, gpus, sequences, config["context"])
-        most = MOST if config["report"] is None else max(map(len, known.values()))  # deeper guesses were not measured
-        choices = [choose(head, *made[head], target, known[head], load, most) for head in known]
+        choices = [choose(head, *made[head], target, known[head], load) for head in known]
         choices.sort(key=lambda choice: -choice.gain)
         best.append(choices[0])
         for c in choices:

@@ -108,6 +108,14 @@ def test_no_more_guesses_than_were_measured(tmp_path: Path) -> None:
     assert {choice.guesses for choice in found} == {3}
 
 
+def test_guesses_of_a_block_that_were_not_measured_are_not_accepted(tmp_path: Path) -> None:
+    """A block is drafted and verified whole, but only three depths of its 15 were measured."""
+    rates = {"conditional_acceptance_by_depth": [0.8, 0.7, 0.6]}
+    Report.of(a_report("dflash", chain_temperature_1=figures(3.0, 1.5) | rates)).write(tmp_path)
+    for found in advise.advise(CONF | {"report": str(tmp_path)}):
+        assert found.guesses == 15 and found.tau == pytest.approx(1 + 0.8 + 0.8 * 0.7 + 0.8 * 0.7 * 0.6)
+
+
 def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     advise.advise(composed("target=llama70b", door="advise"))
     said = capsys.readouterr().out
