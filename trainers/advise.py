@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from headstart.heads import hub
+from headstart.heads import hub, seal
 from headstart.heads.base import Drafter, TargetShape
 from headstart.heads.errors import UserError
 from headstart.heads.kinds import layers_of
+from headstart.heads.stored import read_json
 from headstart.inference.reports.render import table
 from headstart.inference.reports.report import Report
 from headstart.inference.settings import config_of
@@ -97,9 +98,7 @@ def rate_of(tau: float, guesses: int) -> float:
     return low
 
 
-def choose(
-    head: str, drafter: Drafter, own: Model, target: Model, conditional: Sequence[float], load: tuple[Gpu, int, int, int]
-) -> Choice:
+def choose(head: str, drafter: Drafter, own: Model, target: Model, conditional: Sequence[float], load: tuple[Gpu, int, int, int]) -> Choice:
     """The number of guesses that gains most; a drafter of blocks always makes a whole block. ``conditional``: see ``tokens_per_round``.
     ``load``: the GPU, the number of GPUs, sequences, tokens of context.
     """
@@ -141,15 +140,16 @@ def cache_of(hf: Any, shape: TargetShape) -> dict[str, Any]:
     return {"cache": cache, "windowed": whole - cache, "window": window}
 
 
-def drafter_of(head: str, shape: TargetShape) -> tuple[Drafter, Model]:
-    """A drafter of the kind ``head`` with default settings, on the meta device, and its costs. They include an output head, either its own
-    or the target's. Raises UserError if a setting has no default.
+def drafter_of(head: str, shape: TargetShape, **settings: Any) -> tuple[Drafter, Model]:
+    """A drafter of the kind ``head`` with ``settings`` (others: defaults), on the meta device, and its costs. They include an output head,
+    either its own or the target's. Raises UserError if a setting has no default, or does not fit the target.
     """
     try:
         with torch.device("meta"):
-            drafter = hub.build(head, shape)
+            drafter = hub.build(head, shape, **settings)
     except UserError as e:
-        raise UserError(f"what {head} costs cannot be told: it is no drafter without settings of its own ({e})") from e
+        what = "with the settings of the reported one it does not fit this target" if settings else "it is no drafter without settings"
+        raise UserError(f"what {head} costs cannot be told: {what} ({e})") from e
     own = sum(p.numel() for p in drafter.parameters())
     if not any("lm_head" in name for name, _ in drafter.named_parameters()):
         own += shape.vocab_size * shape.hidden_size
@@ -172,12 +172,25 @@ def acceptances(report: str | None, published: dict[str, Any], task: str) -> tup
     return {read.head: [*figures.conditional_acceptance_by_depth]}, f"measured, {read.prompts} prompts of {read.prompts_from}"
 
 
+def reported_settings(report: Path, head: str) -> dict[str, Any] | None:
+    """The settings of the drafter that a report is of, from the folder beside it or in it, where runs and reports keep them. None: there is
+    no such folder. Raises UserError for a damaged one.
+    """
+    for folder in (report / "speculator", report.absolute().parent / "speculator"):
+        if (folder / "config.json").is_file() and seal.OURS in (config := read_json(folder / "config.json")):
+            name, settings = seal.block_of(config, folder, {})
+            if name == head:
+                return settings
+    return None
+
+
 def advise(config: dict[str, Any]) -> list[Choice]:
     """Print the advice for ``config`` (conf/advise.yaml). Returns the best choice at each load."""
     gpu, gpus = gpu_of(config["gpu"]), config["gpus"]
     known, source = acceptances(config["report"], config["published"], config["task"])
     shape, target = target_of(config["target"])
-    made = {head: drafter_of(head, shape) for head in known}
+    settings = {head: reported_settings(Path(config["report"]), head) for head in known if config["report"] is not None}
+    made = {head: drafter_of(head, shape, **settings.get(head) or {}) for head in known}
     if config["report"] is not None:  # deeper guesses were not measured: they count as not accepted
         known = {head: [*rates, 0.0] for head, rates in known.items()}
     rows, best = list[list[str]](), list[Choice]()
@@ -192,6 +205,8 @@ def advise(config: dict[str, Any]) -> list[Choice]:
     console, head = Console(), ("load", "drafter", "guesses", "tokens", "verify", "draft", "speed-up")
     title = f"{config['target']['name']} on {gpus} x {config['gpu']}, acceptance {source}"
     console.print(table(title, head, rows, left=(1,), whole=range(len(head))))
+    for name in (name for name, found in settings.items() if found is None):
+        console.print(f"{config['report']} has no speculator/ beside it: costs are of {name} with its default settings", soft_wrap=True)
     for line in reasons(config, best, target, known, source):
         console.print(line, highlight=False, soft_wrap=True)
     return best

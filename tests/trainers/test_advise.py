@@ -1,12 +1,14 @@
 """Advice beside what can be computed by hand: tokens a round, seconds of a pass, the best number of guesses, and what is said."""
 
 import itertools
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from headstart.heads.errors import UserError
+from headstart.heads.seal import CARD
 from headstart.inference.reports.report import Report
 from headstart.trainers import advise
 from headstart.trainers.advise import Model, rate_of, tokens_per_round
@@ -114,6 +116,26 @@ def test_guesses_of_a_block_that_were_not_measured_are_not_accepted(tmp_path: Pa
     Report.of(a_report("dflash", chain_temperature_1=figures(3.0, 1.5) | rates)).write(tmp_path)
     for found in advise.advise(CONF | {"report": str(tmp_path)}):
         assert found.guesses == 15 and found.tau == pytest.approx(1 + 0.8 + 0.8 * 0.7 + 0.8 * 0.7 * 0.6)
+
+
+@pytest.mark.parametrize("beside", ["", ".."])
+def test_the_costs_are_those_of_the_reported_drafter(beside: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A block of four is verified as four tokens, wherever a run or `python -m inference` has put the report."""
+    (folder := tmp_path / "report-x").mkdir()
+    Report.of(a_report("dflash")).write(folder)
+    config = CONF | {"report": str(folder), "sequences": [1]}
+    assert advise.advise(config)[0].guesses == 15 and "costs are of dflash with its default settings" in capsys.readouterr().out
+    (there := folder / beside / "speculator").mkdir()
+    block = {"head": "dflash", "arguments": {"block": 4}, "target": dict.fromkeys(CARD, 0)}
+    (there / "config.json").write_text(json.dumps({"headstart": block}))
+    assert advise.advise(config)[0].guesses == 3 and "default settings" not in capsys.readouterr().out
+    block["head"] = "eagle"  # that of another drafter
+    (there / "config.json").write_text(json.dumps({"headstart": block}))
+    assert advise.advise(config)[0].guesses == 15
+    block |= {"head": "dflash", "arguments": {"block": 1}}
+    (there / "config.json").write_text(json.dumps({"headstart": block}))
+    with pytest.raises(UserError, match=r"what dflash costs cannot be told: .* reported one .*block must be at least 2"):
+        advise.advise(config)
 
 
 def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
