@@ -72,9 +72,9 @@ def records(path: Path) -> Iterator[Any]:
             yield record
 
 
-def read_back(run: Path) -> dict[str, Any]:
-    """Of the newest offline run of a folder: its config, history by step, summary, artifacts, and what it is called."""
-    (path,) = sorted((run / "wandb").glob("offline-run-*"))[-1].glob("*.wandb")
+def read_back(run: Path, id: str = "") -> dict[str, Any]:
+    """Of the newest offline run of a folder (with this id): its config, history by step, summary, artifacts, and what it is called."""
+    (path,) = sorted((run / "wandb").glob(f"offline-run-*{id}"))[-1].glob("*.wandb")
     found: dict[str, Any] = {"history": {}, "summary": {}, "config": {}, "artifacts": {}, "used": set(), "metrics": {}}
     end = time.monotonic() + 20
     while not (written := list(records(path))) or written[-1].WhichOneof("record_type") != "exit":  # a process of its own writes it
@@ -236,6 +236,24 @@ def test_final_figures_of_a_run_that_wandb_takes_up_again_behind_them(tmp_path: 
     kept = read_back(tmp_path)
     assert kept["history"][7].keys() >= FINAL | {"train/loss", "report/_type"} and kept["history"].keys() == {7}
     assert kept["metrics"]["decode/c"].min and not kept["metrics"]["decode/c"].max and "goes on without" not in capsys.readouterr().out
+
+
+def test_a_branch_that_comes_out_differently_is_a_run_of_its_own_in_wandb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run of four steps whose rate falls after the second is killed and repeats a step alike, then is prolonged to five."""
+    ids = []
+    for after, rates in ((0, (1, 1, 0.5, 0.1)), (3, (0.1,)), (2, (1, 1, 0.5))):
+        tracker = Tracker(tmp_path, {}, wandb=True, mode="offline")
+        tracker.go_on_after(after)
+        for step, rate in enumerate(rates, after + 1):
+            tracker.log({"lr": float(rate), "loss": 10.0 * step}, step)
+        tracker.close()
+        ids.append((tmp_path / "wandb_id").read_text())
+    first, again, branch = ids
+    assert first == again != branch and (said := capsys.readouterr().out).count("takes over") == 1
+    assert f"wandb: run {branch} takes over from {first}" in said and "goes on without it" not in said
+    kept = read_back(tmp_path, branch)
+    assert {step: row["train/lr"] for step, row in kept["history"].items()} == {1: 1, 2: 1, 3: 1, 4: 1, 5: 0.5}
+    assert kept["run"].notes == f"Run {first}, prolonged: from step 3 on it is another"
 
 
 def test_tensorboard_is_read_back(tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ from urllib.parse import urlparse
 
 from headstart.heads.errors import UserError
 from headstart.inference.reports.examples import COLUMNS
-from headstart.trainers.metrics import BEST
+from headstart.trainers.metrics import BEST, read_metrics
 from headstart.trainers.sinks import Input, Result, Watched, artifact_name
+
+RATE = "train/lr"
 
 
 def open(
@@ -46,30 +48,47 @@ class WandbRun:
     """
 
     def __init__(self, watched: Watched, mode: str, artifact: bool, **about: Any) -> None:
-        import wandb
-
-        self.run, self.inputs, run = watched.run, watched.inputs, watched.run
+        self.watched, self.run, self.inputs, self.had = watched, watched.run, watched.inputs, dict[int, float]()
         if mode == "auto":
             mode = os.environ.get("WANDB_MODE") or ("online" if logged_in() else "offline")
         if mode == "offline":
-            print(f"wandb: offline, in {run / 'wandb'} (send it later with `wandb sync`)")
+            print(f"wandb: offline, in {self.run / 'wandb'} (send it later with `wandb sync`)")
+        self.name, self.artifact, self.about = about["name"], artifact, about | {"mode": mode}
+        self.wandb = self._begin(watched)
+
+    def _begin(self, watched: Watched, **more: Any) -> Any:
+        import wandb
+
         # with the same id a resumed run continues the same curve (`wandb agent` sets its own id)
-        about |= {"id": watched.kept("wandb", uuid.uuid4().hex[:12]), "mode": mode}
+        about = self.about | {"id": watched.kept("wandb", uuid.uuid4().hex[:12])} | more
         try:
-            self.wandb = wandb.init(**about, resume="allow", reinit="create_new" if watched.arm else None, dir=run)
+            begun = wandb.init(**about, resume="allow", reinit="create_new" if watched.arm else None, dir=self.run)
         except (wandb.errors.Error, ValueError) as e:
             reason = " ".join(str(e).split())
             raise UserError(f"wandb does not start ({reason}): log in with `wandb login`, or take tracker.mode=offline") from e
-        self.name, self.artifact = about["name"], artifact
         for name, best in BEST.items():
-            self.wandb.define_metric(name, summary=best)
+            begun.define_metric(name, summary=best)
+        return begun
 
     def go_on_after(self, step: int) -> None:
-        """Nothing: W&B knows the run by its id, and keeps the figures that it already has of a step."""
+        """W&B knows the run by its id, and keeps the figures that it already has of a step. So when later steps are repeated, nothing is to
+        be done, unless they have other learning rates (the run was prolonged): see ``log``.
+        """
+        self.had = {line["step"]: line[RATE] for line in read_metrics(self.run) if RATE in line and line["step"] > step}
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """Log figures under W&B's own step."""
-        self.wandb.log(dict(numbers), step=step)
+        """Log figures under W&B's own step. If W&B has other learning rates of the steps up to this one, a run of a new id takes over, with
+        the curve as it is in metrics.jsonl, these figures included: W&B would drop them, for they are of steps before its latest.
+        """
+        had = {at: self.had.pop(at) for at in sorted(self.had) if at <= step and RATE in numbers}
+        if not had or had == {step: numbers[RATE]}:
+            return self.wandb.log(dict(numbers), step=step)
+        before, first, self.had = self.wandb.id, min(had), {}
+        self.wandb.finish()
+        self.wandb = self._begin(self.watched._replace(resume=False), notes=f"Run {before}, prolonged: from step {first} on it is another")
+        print(f"wandb: run {self.wandb.id} takes over from {before}, which has other figures of step {first} and later")
+        for line in read_metrics(self.run):
+            self.wandb.log({name: value for name, value in line.items() if name != "step"}, step=line["step"])
 
     def report(self, result: Result) -> None:
         """Log figures, picture and a table of decoded texts; with ``artifact`` also the run's inputs and results.
