@@ -29,7 +29,7 @@ from headstart.inference.decoding.info import DTYPES
 from headstart.inference.decoding.placement import is_shared, tensor_size
 from headstart.inference.settings import config_of
 from headstart.trainers.chunks import guesses_of, strip_of
-from headstart.trainers.gpus import GPUS, gpu_of
+from headstart.trainers.gpus import gpu_of
 from headstart.trainers.operations import Operations, of_losses
 from headstart.trainers.optimizer import open_optimizers, parameters
 from headstart.trainers.parallel import BUCKET, DDP
@@ -66,8 +66,8 @@ class Plan:
 
     @property
     def usable(self) -> float:
-        """Bytes of a GPU that the run can use."""
-        return USABLE * GPUS[self.gpu].memory
+        """Bytes of a GPU that the run can use. Raises UserError for an unknown GPU."""
+        return USABLE * gpu_of(self.gpu).memory
 
     @property
     def fits(self) -> bool:

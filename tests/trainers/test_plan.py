@@ -359,6 +359,11 @@ def test_the_advice_names_every_way_there_is() -> None:
     assert any(words.startswith("gpus=4 parallel=fsdp") for words in served)
 
 
+def test_a_plan_made_by_hand_names_a_gpu_that_is_not_known() -> None:
+    with pytest.raises(UserError, match="gpu must be one of h100"):
+        print(module.Plan("h1000", 1, 1, 0, {}, {"target": 1.0}, 0, 0.0, 0.0, {}, (0.0, 0.0)).fits)
+
+
 def test_what_a_plan_leaves_out_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     for kind, said in (("kl", False), ("on_policy_rejected", True)):
         asked = small("medusa")
