@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from headstart.data.storage import STORAGES, bytes_of, own_taps
@@ -211,7 +210,7 @@ def _count(arm: Settings, model: Any, shape: TargetShape, trainer: Settings, hal
     optimizers = open_optimizers(drafter, own["optimizer"], own["lr"], own["betas"], own["weight_decay"])
     depth = (drafter.max_depth or loss["depth"]) if drafter.unrolls else 1
     with Operations() as counts, torch.autocast("cpu", torch.bfloat16, enabled=half):
-        kept, rows, hidden, vocab = _unroll(drafter, model, trainer, depth, own["gradient_checkpointing"])
+        kept, rows, hidden, vocab = _unroll(drafter, model, trainer, depth, kind, own["gradient_checkpointing"])
     trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     weights = sum(x.numel() * x.element_size() for x in {id(x): x for x in [*drafter.parameters(), *drafter.buffers()]}.values())
     heads = {id(b): b for d in range(1, (drafter.max_depth or 1) + 1) for b in drafter.unembedding(d).blocks}.values()
@@ -272,21 +271,22 @@ def _loss(chunk: int, places: int, rows: int, depth: int, vocab: int, whole: int
     return wide * (chunk * vocab + judged * whole) + max(4 * min(judged, max(1, strip // vocab)) * numbers, block)
 
 
-def _unroll(drafter: Drafter, model: nn.Module, trainer: Settings, depth: int, again: bool = False) -> tuple[float, int, int, int]:
+def _unroll(drafter: Drafter, model: Any, trainer: Settings, depth: int, kind: torch.dtype, again: bool) -> tuple[float, int, int, int]:
     """Returns the bytes that autograd saves of an unroll, the number of drafts of all depths, their width H, and the drafter's vocabulary
-    size. ``again``: with gradient checkpointing.
+    size. ``kind``: the target's dtype. ``again``: with gradient checkpointing.
     """
     B, T = trainer["batch_size"], trainer["length"]
     tokens, positions = torch.zeros(B, T, dtype=torch.int64), torch.arange(T).expand(B, -1)
-    roots = Roots(tokens, tokens, {tap: torch.empty(B, T, drafter.shape.hidden_size) for tap in drafter.taps}, positions)
+    seen = Roots(tokens, tokens, {tap: torch.empty(B, T, drafter.shape.hidden_size, dtype=kind) for tap in drafter.taps}, positions)
+    roots = seen if torch.is_autocast_enabled("cpu") else seen.to(torch.float32)  # as the learner does it: perhaps a copy
     anchors = min(drafter.anchors, T) if drafter.anchors else 0
     ask = torch.zeros(B, anchors, dtype=torch.int64) if anchors else None
-    kept = Kept([*drafter.parameters(), *drafter.buffers(), *model.parameters(), *roots.states.values()])
+    kept = Kept([*drafter.parameters(), *drafter.buffers(), *model.parameters(), *seen.states.values()])
     memory = Memory()
     with kept.saving():
         drafts = unroll(drafter, roots, None, depth, ask_BA=ask, checkpointing=again, memory=memory)
     read = [d.hidden_BNH if d.first_BTH is None else d.first_BTH for d in drafts]  # what the loss reads
-    for hidden in read:
+    for hidden in [*read, *roots.states.values()]:
         kept.add(hidden)
     anew = 0.0
     if again:  # the tensors that depths pass on, and those that one depth recomputes in the backward pass
@@ -294,6 +294,6 @@ def _unroll(drafter: Drafter, model: nn.Module, trainer: Settings, depth: int, a
         for x in handed:
             if x is not None:
                 kept.add(x)
-        anew = _unroll(drafter, model, trainer, 1)[0]
+        anew = _unroll(drafter, model, trainer, 1, kind, False)[0]
     vocab = drafter.unembedding(1).weight_VH.shape[0]
     return anew + kept.total, sum(hidden[..., 0].numel() for hidden in read), read[0].shape[-1], vocab

@@ -359,6 +359,20 @@ def test_the_advice_names_every_way_there_is() -> None:
     assert any(words.startswith("gpus=4 parallel=fsdp") for words in served)
 
 
+@pytest.mark.parametrize("head, taps", [("eagle", 2), ("medusa", 1)])
+def test_states_in_half_precision_are_copied_for_a_drafter_in_fp32(head: str, taps: int) -> None:
+    """Each tap's states, [2, 32, 64] in fp32. In half precision the states of such a target are read as they are."""
+    found = {}
+    for dtype, precision in itertools.product(("float32", "bfloat16"), ("fp32", "bf16")):
+        asked = small(head)
+        asked["target"] |= {"dtype": dtype}
+        asked["trainer"] |= {"precision": precision}
+        found[dtype, precision] = plan(asked).memory
+    more = found["bfloat16", "fp32"]["activations"] - found["float32", "fp32"]["activations"]
+    assert more == taps * 2 * 32 * 64 * 4
+    assert found["bfloat16", "bf16"]["activations"] <= 1.001 * found["float32", "bf16"]["activations"]
+
+
 def test_a_plan_made_by_hand_names_a_gpu_that_is_not_known() -> None:
     with pytest.raises(UserError, match="gpu must be one of h100"):
         print(module.Plan("h1000", 1, 1, 0, {}, {"target": 1.0}, 0, 0.0, 0.0, {}, (0.0, 0.0)).fits)
