@@ -28,7 +28,10 @@ from headstart.heads.override import typed
 
 OWN = ("head", "loss", "trainer")  # what an arm may have of its own
 PLANS = ("nodes", "gpus", "gpu", "gpu_hour")
-MUONS = ("trainer.muon_lr", "trainer.momentum", "trainer.ns_steps")
+OF_OTHERS = {  # a setting of the trainer -> the setting, and its value, without which it changes nothing, and whose it is
+    **dict.fromkeys(("trainer.muon_lr", "trainer.momentum", "trainer.ns_steps"), ("optimizer", "muon", "Muon's")),
+    "trainer.floor": ("schedule", "cosine", "the cosine's"),
+}
 NEEDS = {  # a setting -> the one without which it has no effect
     "head.window_causal": "head.window", "head.window_slides": "head.window", "capture.storage": "capture.out",
     "served.layers": "served.url", "served.key": "served.url", "served.retries": "served.url",
@@ -96,8 +99,8 @@ def check_contents(config: dict[str, Any]) -> None:
 
 def check_idle(config: Mapping[str, Any], said: Mapping[str, str]) -> None:
     """Raises UserError for a setting that the other settings make useless; the error names the key and what to give instead. Settings of an
-    optimizer that is not used are common in sweeps over optimizers: for them only a line is printed. ``config``: the whole configuration
-    of a training; ``said``: key -> value, as typed.
+    optimizer or a schedule that is not used are common in sweeps over these: for them only a line is printed. ``config``: the whole
+    configuration of a training; ``said``: key -> value, as typed.
     """
     arms = [config | arm for arm in (config["arms"] or {"": {}}).values()]
     trainers = [arm["trainer"] for arm in arms]
@@ -110,9 +113,9 @@ def check_idle(config: Mapping[str, Any], said: Mapping[str, str]) -> None:
                         "launcher.processes=N, launcher=slurm, or torchrun")  # fmt: skip
     if (steps := said.get("trainer.steps")) and (epochs := next(filter(None, (t["epochs"] for t in trainers)), None)):
         raise UserError(f"trainer.steps={steps} stands beside trainer.epochs={epochs:g}, which says how many there are: give one of them")
-    if all(trainer["optimizer"] != "muon" for trainer in trainers):
-        for key in (key for key in MUONS if key in said):
-            print(f"{key}={said[key]} changes nothing: it is Muon's, and the optimizer is {trainers[0]['optimizer']}")
+    for key, (other, value, whose) in OF_OTHERS.items():
+        if key in said and all(trainer[other] != value for trainer in trainers):
+            print(f"{key}={said[key]} changes nothing: it is {whose}, and the {other} is {trainers[0][other]}")
 
 
 def check_head_of_start(start: str, head: str, said: Mapping[str, str], may_change: tuple[str, ...]) -> None:

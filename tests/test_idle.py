@@ -28,6 +28,10 @@ def test_settings_beside_which_others_count(capsys: pytest.CaptureFixture[str]) 
     assert not capsys.readouterr().out
     check_idle(config(plan=True, optimizer="adamw"), said)
     assert capsys.readouterr().out == "trainer.momentum=0.9 changes nothing: it is Muon's, and the optimizer is adamw\n"
+    check_idle(config(schedule="wsd"), {"trainer.floor": "0.2"})
+    assert capsys.readouterr().out == "trainer.floor=0.2 changes nothing: it is the cosine's, and the schedule is wsd\n"
+    check_idle(config(schedule="cosine"), {"trainer.floor": "0.2"})
+    assert not capsys.readouterr().out
     arms = {"a": config(optimizer="adamw"), "b": config()}
     check_idle(config(plan=True) | {"arms": arms}, said)
     assert not capsys.readouterr().out
