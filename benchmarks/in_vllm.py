@@ -32,6 +32,7 @@ from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.provenance import provenance
+from headstart.inference.reports.figures import acceptance
 from headstart.inference.settings import open_decode, open_target
 from headstart.inference.speculator import open_speculator
 
@@ -85,7 +86,7 @@ def compare(run: Path, vllm: str, prompts: int | None, new_tokens: int | None) -
         "accepted_length_in_vllm": 1 + theirs["accepted"] / theirs["drafts"],
         "accepted_length_here": sum(rounds) / len(rounds),
         "acceptance_by_depth_in_vllm": [n / theirs["drafts"] for n in theirs["accepted_by_depth"]],
-        "acceptance_by_depth_here": [sum(n > d for n in rounds) / len(rounds) for d in range(1, depth + 1)],
+        "acceptance_by_depth_here": acceptance(ours, depth)["acceptance_by_depth"],
         "prompts_with_the_same_tokens": sum(a.tokens == b for a, b in zip(ours, theirs["tokens"], strict=True)),
         **provenance(),
     }  # fmt: skip

@@ -17,7 +17,7 @@ from headstart.inference.decoding.auto import WORTH
 from headstart.inference.decoding.decode import Generation, longest
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
-from headstart.inference.reports.figures import as_one, decoding_figures, repetition
+from headstart.inference.reports.figures import accepted_of, as_one, decoding_figures, repetition
 from headstart.inference.reports.lossless import differs
 from headstart.inference.reports.progress import watched
 from headstart.inference.reports.results import Key, Line, Results
@@ -119,7 +119,8 @@ def _talk(
         seconds.append(took)
         for (place, prompt), g in zip(prompts.items(), made, strict=True):
             text = words.spell(prompt, g.tokens)
-            talks[place].append({"text": text, "tokens": list(g.tokens), "emitted": list(g.emitted), "prompt": prompt})
+            rounds = {"emitted": list(g.emitted), "accepted": accepted_of(g.emitted, g.guesses)}
+            talks[place].append({"text": text, "tokens": list(g.tokens), **rounds, "prompt": prompt})
     return {"seconds": seconds, "talks": talks, "cut": cut, "left_out": left_out}
 
 
@@ -148,8 +149,11 @@ def _same_prompt(made: dict[str, Any], name: str) -> Iterator[tuple[int, dict[st
 
 def together(line: Line, name: str) -> Generation:
     """All answers of a side in a unit, as a single Generation with the rounds and the seconds of all of them."""
-    made = line.made[name]
-    return as_one(((turn["tokens"], turn["emitted"]) for talk in made["talks"] for turn in talk), sum(made["seconds"]))
+    turns = [turn for talk in line.made[name]["talks"] for turn in talk]
+    said = (
+        (t["tokens"], t["emitted"], t.get("accepted", accepted_of(t["emitted"], ()))) for t in turns
+    )  # earlier versions kept no "accepted"
+    return as_one(said, sum(line.made[name]["seconds"]))
 
 
 def figures(lines: dict[Key, Line], depth: int) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.inference.decoding.decode import Generation
+from headstart.inference.decoding.decode import Generation, Guesses
 
 SETS, COVERED, DIGITS = 2000, 0.95, 4  # of the intervals
 LEAST = 2  # prompts: a single one gives no interval
@@ -26,17 +26,28 @@ WHY = "what repeats is easily guessed, which flatters accepted lengths and speed
 Array = NDArray[np.float64]
 
 
+def accepted_of(emitted: Sequence[int], guesses: Sequence[Guesses]) -> list[int]:
+    """How many guesses each round accepted and emitted. The target's own token follows them, except in a round that was cut by the limit
+    or after an accepted stop token: whether its deeper guesses were right is not known. Without ``guesses`` (transformers does not tell
+    them), every round is taken to have the target's own token.
+    """
+    if not guesses:
+        return [n - 1 for n in emitted]
+    return [min(n, each.accepted) for n, each in zip(emitted, guesses, strict=True)]
+
+
 def acceptance(drafted: Sequence[Generation], depth: int) -> dict[str, Any]:
     """The accepted length, and for d = 1 .. ``depth`` the share of rounds that accepted at least d guesses: of all rounds, and
-    (conditional) of those that accepted d - 1 and whose tree reached depth d.
+    (conditional) of those that accepted d - 1, were not cut there, and whose tree reached depth d.
     """
     rounds, asked = [n for g in drafted for n in g.emitted], [n for g in drafted for n in g.asked]
-    reached = [sum(n > d for n in rounds) for d in range(depth + 1)]  # rounds with at least d guesses accepted
+    accepted = [n for g in drafted for n in accepted_of(g.emitted, g.guesses)]
+    right = [sum(n >= d for n in accepted) for d in range(1, depth + 1)]
     tried = [sum(n >= d and k >= d for n, k in zip(rounds, asked, strict=True)) for d in range(1, depth + 1)]  # that had guesses at depth d
     return {
         "accepted_length": sum(rounds) / max(len(rounds), 1),
-        "acceptance_by_depth": [n / max(len(rounds), 1) for n in reached[1:]],
-        "conditional_acceptance_by_depth": [b / a if a else 0.0 for a, b in zip(tried, reached[1:], strict=True)],
+        "acceptance_by_depth": [n / max(len(rounds), 1) for n in right],
+        "conditional_acceptance_by_depth": [b / a if a else 0.0 for a, b in zip(tried, right, strict=True)],
     }
 
 
@@ -55,13 +66,13 @@ def decoding_figures(drafted: Sequence[Generation], plain: Sequence[Generation],
     }
 
 
-def as_one(said: Iterable[tuple[Sequence[int], Sequence[int]]], seconds: float) -> Generation:
-    """Texts that were decoded together in ``seconds``, as a single Generation. ``said``: for each text its tokens, and how many tokens
-    each round emitted.
+def as_one(said: Iterable[tuple[Sequence[int], Sequence[int], Sequence[int]]], seconds: float) -> Generation:
+    """Texts that were decoded together in ``seconds``, as a single Generation. ``said``: for each text its tokens, how many tokens each
+    round emitted, and how many guesses each accepted.
     """
     texts = list(said)
-    emitted = [n for _, rounds in texts for n in rounds]
-    return Generation([t for tokens, _ in texts for t in tokens], emitted, asked=[0] * len(emitted), seconds=seconds)
+    emitted, guesses = [n for _, rounds, _ in texts for n in rounds], [Guesses([], [], n) for *_, accepted in texts for n in accepted]
+    return Generation([t for tokens, *_ in texts for t in tokens], emitted, asked=[0] * len(emitted), guesses=guesses, seconds=seconds)
 
 
 def tokens_per_second(runs: Sequence[Generation]) -> float:
@@ -86,8 +97,9 @@ def intervals(drafted: Sequence[Generation], plain: Sequence[Generation], depth:
         return {}
 
     def row(made: Generation, alone: Generation) -> list[float]:
-        reached = [sum(n > d for n in made.emitted) for d in range(1, depth + 1)]
-        return [sum(made.emitted), len(made.emitted), len(made.tokens), made.seconds, len(alone.tokens), alone.seconds, *reached]
+        accepted = accepted_of(made.emitted, made.guesses)
+        right = [sum(n >= d for n in accepted) for d in range(1, depth + 1)]
+        return [sum(made.emitted), len(made.emitted), len(made.tokens), made.seconds, len(alone.tokens), alone.seconds, *right]
 
     def share(d: int) -> Callable[[Array], Array]:
         return lambda x: x[:, 6 + d] / x[:, 1]

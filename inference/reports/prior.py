@@ -43,7 +43,7 @@ def measure(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]]) 
             new_tokens = min(NEW_TOKENS, longest(target, len(prompt)) - len(prompt))
             said = plain.generate(prompt, new_tokens=new_tokens, sampling=how)
             walks.add(expected_walk(target, drafter, prompt, said.tokens, depth, how))
-        tried, right = [walks.rounds, *walks.reached[:-1]], walks.reached
+        tried, right = walks.tried, walks.reached
         overall = sum(right) / max(sum(tried), 1.0)
         if walks.rounds:  # else every text ended with its first token
             found[sampled] = [(r + FEW * overall) / (n + FEW) for n, r in zip(tried, right, strict=True)]

@@ -29,7 +29,7 @@ class Key(NamedTuple):
 
 class Line(NamedTuple):
     """The results of a unit. ``made``: side -> ``seconds`` of each turn, and ``talks``, for each question its answers: ``text``,
-    ``tokens``, and ``emitted``, how many tokens each round added.
+    ``tokens``, ``emitted``, how many tokens each round added, and ``accepted``, how many guesses each accepted.
     """
 
     group: str

@@ -14,7 +14,7 @@ from headstart.inference.decoding.auto import WORTH
 from headstart.inference.decoding.decode import Generation
 from headstart.inference.decoding.decoder import Decoder
 from headstart.inference.decoding.sampling import SamplingParams
-from headstart.inference.reports.figures import as_one, decoding_figures
+from headstart.inference.reports.figures import accepted_of, as_one, decoding_figures
 
 SHOWN = ("accepted_length", "tokens_per_second", "plain_tokens_per_second", "speedup")
 
@@ -78,11 +78,15 @@ def greedy_of(together: Together, prompt: int) -> list[list[int]]:
     return [unit.made[unit.prompts.index(prompt)].tokens for unit in units]
 
 
+def _as_one(unit: Unit) -> Generation:
+    return as_one(((g.tokens, g.emitted, accepted_of(g.emitted, g.guesses)) for g in unit.made), unit.seconds)
+
+
 def batches(alone: Mapping[int, Mapping[str, Any]], drafted: Together, plain: Together, depth: int) -> list[dict[str, Any]]:
     """A row for each temperature and number of sequences. ``alone``: temperature -> figures of one at a time, by the same policy."""
     found = {(1, temperature): figures for temperature, figures in alone.items()}
     for key, units in drafted.items():
-        mine, theirs = ([as_one(((g.tokens, g.emitted) for g in x.made), x.seconds) for x in each] for each in (units, plain[key]))
+        mine, theirs = ([_as_one(unit) for unit in each] for each in (units, plain[key]))
         found[key] = decoding_figures(mine, theirs, depth)
     rows = []
     for (size, temperature), figures in found.items():

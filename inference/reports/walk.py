@@ -24,6 +24,7 @@ class Walk:
     rounds: float = 0.0
     tokens: float = 0.0
     reached: list[float] = field(default_factory=list)  # rounds in which depth d was reached and accepted
+    tried: list[float] = field(default_factory=list)  # rounds in which depth d was reached, accepted or not; not those that end there
 
     @property
     def expected_length(self) -> float:
@@ -33,6 +34,7 @@ class Walk:
     def add(self, other: Walk) -> None:
         self.rounds, self.tokens = self.rounds + other.rounds, self.tokens + other.tokens
         self.reached = [a + b for a, b in zip(self.reached or [0.0] * len(other.reached), other.reached, strict=True)]
+        self.tried = [a + b for a, b in zip(self.tried or [0.0] * len(other.tried), other.tried, strict=True)]
 
 
 def walk(accept_KT: Tensor, first: int, tokens: int) -> Walk:
@@ -44,7 +46,7 @@ def walk(accept_KT: Tensor, first: int, tokens: int) -> Walk:
     K = accept_KT.shape[0]
     accept = accept_KT.T.tolist()
     arrive = [0.0] * tokens
-    result = Walk(reached=[0.0] * K)
+    result = Walk(reached=[0.0] * K, tried=[0.0] * K)
     if first < tokens:
         arrive[first] = 1.0
     for t in range(first, tokens - 2):
@@ -59,6 +61,8 @@ def walk(accept_KT: Tensor, first: int, tokens: int) -> Walk:
             result.tokens += ends * (k + 1)
             if k + 1 < left:
                 arrive[t + k + 1] += ends
+                if k < K:
+                    result.tried[k] += here
             here -= ends
             if here <= 0 or k == K:
                 break
@@ -68,7 +72,7 @@ def walk(accept_KT: Tensor, first: int, tokens: int) -> Walk:
 
 def walk_rows(accept_KBT: Tensor, valid_BT: Tensor) -> Walk:
     """The walks over every run of valid roots (those whose guess of depth 1 is supervised) of packed rows, summed."""
-    result = Walk(reached=[0.0] * accept_KBT.shape[0])
+    result = Walk(reached=[0.0] * accept_KBT.shape[0], tried=[0.0] * accept_KBT.shape[0])
     edges = F.pad(valid_BT.int(), (1, 1)).diff()  # 1 where a run starts, -1 right after its end
     for b, row in enumerate(edges.tolist()):
         starts, stops = [i for i, x in enumerate(row) if x == 1], [i for i, x in enumerate(row) if x == -1]

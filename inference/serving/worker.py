@@ -26,6 +26,7 @@ from headstart.inference.decoding.row import Row, told_of
 from headstart.inference.decoding.said import likeliest
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
+from headstart.inference.reports.figures import accepted_of
 
 log = logging.getLogger(__name__)
 
@@ -194,10 +195,11 @@ class Worker:
     def _tell(self, job: Job) -> None:
         row, new = job.row, job.row.tokens[job.told :]
         logprobs = row.logprobs[job.told : len(row.tokens)]
-        for emitted in row.emitted[job.counted :]:
-            self.sums["passes"] += 1
-            self.sums["pass_tokens"] += emitted
-            self.accepted.update(range(1, emitted))
+        emitted = row.emitted[job.counted :]
+        self.sums["passes"] += len(emitted)
+        self.sums["pass_tokens"] += sum(emitted)
+        for accepted in accepted_of(emitted, row.guesses[job.counted :]):
+            self.accepted.update(range(1, accepted + 1))
         job.told, job.counted = len(row.tokens), len(row.emitted)
         job.said += new
         self.sums["tokens"] += len(new)

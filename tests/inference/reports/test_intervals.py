@@ -27,7 +27,7 @@ PROMPTS = [random_tokens(n, seed=n) for n in (9, 12, 5)]
 
 
 def made(emitted: list[int], seconds: float) -> Any:
-    return SimpleNamespace(tokens=[0] * (1 + sum(emitted)), emitted=emitted, seconds=seconds)
+    return SimpleNamespace(tokens=[0] * (1 + sum(emitted)), emitted=emitted, guesses=[], seconds=seconds)
 
 
 @pytest.mark.parametrize("prompts", [2, 3, 4, 5])

@@ -137,7 +137,7 @@ def test_its_rounds_make_its_figures() -> None:
             assert figures["target_passes"] == len(rounds) and figures["new_tokens"] == sum(len(r.tokens) for r in rounds)
             assert figures["accepted_length"] == pytest.approx(sum(len(r.tokens) for r in rounds) / len(rounds))
             for depth, share in enumerate(figures["acceptance_by_depth"], start=1):
-                assert share == pytest.approx(sum(len(r.tokens) > depth for r in rounds) / len(rounds))
+                assert share == pytest.approx(sum(len(r.accepted) >= depth for r in rounds) / len(rounds))
             for t in texts:
                 assert list(t.tokens) == [t.tokens[0], *(token for r in t.rounds for token in r.tokens)]
     for i, prompt in enumerate(PROMPTS):

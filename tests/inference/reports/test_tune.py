@@ -19,6 +19,7 @@ from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.reports import timing
 from headstart.inference.reports import tune as tuner
+from headstart.inference.reports.measure import rounds_of
 from headstart.inference.reports.timing import Round, surface
 from headstart.inference.reports.tune import Run, best, candidates, choose, cost, fixed, in_the_running, rank_shares, tau, tune
 from tests.drafters import FEW_HEADS, HEADS, learn_by_heart, make, random_tokens
@@ -152,9 +153,11 @@ def test_the_clock_decides_and_the_figures_are_those_of_decoding() -> None:
         # not alone: there the last tree of a text is cut to what is left of it
         made = generate_batch(target, drafter, PROMPTS, new_tokens=NEW, policy=tree)
         assert found["accepted_length"] == pytest.approx(sum(sum(g.emitted) for g in made) / sum(len(g.emitted) for g in made))
-        emitted = [n for g in made for n in g.emitted]
-        shares = [sum(n > d for n in emitted) / len(emitted) for d in range(1, tree.depth + 1)]
-        assert found["acceptance_by_depth"] == pytest.approx(shares) and 1 + sum(shares) == pytest.approx(found["accepted_length"])
+        rounds = [r for g in made for r in rounds_of(g)]
+        shares = [sum(len(r.accepted) >= d for r in rounds) / len(rounds) for d in range(1, tree.depth + 1)]
+        assert found["acceptance_by_depth"] == pytest.approx(shares)
+        own = sum(len(r.tokens) > len(r.accepted) for r in rounds) / len(rounds)  # a round that was cut has no token of the target's own
+        assert own + sum(shares) == pytest.approx(found["accepted_length"])
         if name != "alone":
             rounds = 1 + 0.05 * B * (1 + tree.nodes) + 0.1 * (tree.depth - 1)
             assert found["round_over_plain"] == pytest.approx(rounds / (1 + 0.05 * B))

@@ -1,0 +1,34 @@
+"""What the worker counts and how its events are told, without an engine and without a thread."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headstart.inference.decoding.decode import Guesses
+from headstart.inference.decoding.row import Row
+from headstart.inference.decoding.sampling import SamplingParams
+from headstart.inference.serving.worker import Job, Worker
+
+
+class Stub:
+    """An engine whose rows are filled in by the test."""
+
+    free = 1
+
+    def warm_up(self) -> None:
+        """Nothing is to be warmed up."""
+
+    def add_request(self, prompt: list[int], **_: Any) -> Row:
+        return Row(prompt=prompt)
+
+
+def test_a_guess_that_ends_a_text_is_counted_as_accepted() -> None:
+    worker: Any = Worker(Stub)  # type: ignore[arg-type]
+    job = Job([1], 9, SamplingParams(), lambda event: None)
+    worker._enter(job)
+    for n, accepted in ((2, 1), (3, 3)):
+        job.row.tokens += [0] * n
+        job.row.emitted.append(n)
+        job.row.guesses.append(Guesses([], [], accepted))
+        worker._tell(job)
+    assert worker.accepted == {1: 2, 2: 1, 3: 1} and worker.sums["passes"] == 2 and worker.sums["pass_tokens"] == 5
