@@ -62,7 +62,7 @@ def units(questions: Sequence[Question], how: How) -> list[Key]:
     groups: dict[str, list[int]] = {}
     for i, question in enumerate(questions):
         groups.setdefault(question.group, []).append(i)
-    most = max(map(len, groups.values()))
+    most = max(map(len, groups.values()), default=0)
     if too_many := [B for B in how.sequences if most < B]:
         raise UserError(f"sequences={too_many[0]}: no category has as many prompts (count=N limits them, too)")
     return [

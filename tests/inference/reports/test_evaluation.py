@@ -109,6 +109,11 @@ def test_several_at_once_say_the_same_and_are_of_one_category(tmp_path: Path) ->
             assert [said["tokens"] for said in talk] == [said["tokens"] for said in theirs]
 
 
+def test_no_prompts_are_no_units() -> None:
+    with pytest.raises(UserError, match="sequences=1: no category has as many prompts"):
+        units([], how())
+
+
 def test_a_chat_is_asked_by_the_template() -> None:
     tok = tokenizer()
     tok.chat_template = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
