@@ -41,15 +41,17 @@ def hf_generate(
     stop = list(target.stop_ids) or None
     how: dict[str, Any] = {"do_sample": False, "repetition_penalty": sampling.repetition_penalty, "eos_token_id": stop, "pad_token_id": 0}
     if sampling.temperature > 0:
-        torch.manual_seed(sampling.seed)
         filters = {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p or None}
         how |= {"do_sample": True, "temperature": sampling.temperature, **filters}
     if assisted is not None:
         how |= {"streamer": passes, **assisted}
-    start = time.perf_counter()
-    out = target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, **how)
-    tokens = out[0, len(prompt) :].tolist()  # this waits for the GPU
-    return Generation(tokens, emitted=passes.tokens[1:], seconds=time.perf_counter() - start)
+    with torch.random.fork_rng([target.device] if target.device.type == "cuda" else []):  # transformers draws from torch's own generator
+        torch.manual_seed(sampling.seed)
+        start = time.perf_counter()
+        out = target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, **how)
+        tokens = out[0, len(prompt) :].tolist()  # this waits for the GPU
+        seconds = time.perf_counter() - start
+    return Generation(tokens, emitted=passes.tokens[1:], seconds=seconds)
 
 
 def assistant_of(folder: str | None, target: Target) -> dict[str, Any]:

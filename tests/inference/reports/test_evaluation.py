@@ -11,6 +11,7 @@ from statistics import mean
 from typing import Any
 
 import pytest
+import torch
 
 from headstart.data import suite
 from headstart.heads.errors import UserError
@@ -383,6 +384,9 @@ def test_assisted_generation_says_the_same_and_its_rounds_are_counted(tmp_path: 
     assert min(made.emitted[:-1]) >= 2
     twice = [hf_generate(target, prompt, NEW, SamplingParams(temperature=1.0, seed=s), LOOKUP).tokens for s in (3, 3, 4)]
     assert twice[0] == twice[1] != twice[2]
+    before = torch.get_rng_state()
+    hf_generate(target, prompt, 2, SamplingParams(temperature=1.0, seed=5))
+    assert torch.equal(torch.get_rng_state(), before), "the generator of whoever calls is left alone"
     with pytest.raises(UserError, match=r"assistant=.*nosuch"):
         assistant_of(str(tmp_path / "nosuch"), target)
     with pytest.raises(UserError, match="another vocabulary"):
