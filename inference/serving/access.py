@@ -18,7 +18,7 @@ from headstart.heads.errors import UserError
 NAME = web.RequestKey("name", str)
 HEADER = "X-Request-Id"
 ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # errors of ::1, which /etc/hosts may name for localhost though IPv6 is off
-LONGEST_KEY = 4096  # bytes that are read of a file with a key
+LONGEST_KEY = 4096  # bytes of a file with a key
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
@@ -72,7 +72,11 @@ def key_of(setting: str | None) -> str | None:
     try:
         if key is None and Path(setting).is_file():
             with Path(setting).open("rb") as file:
-                key = file.read(LONGEST_KEY).decode()
+                key = file.read(LONGEST_KEY + 1).decode()
+            if len(key) > LONGEST_KEY:
+                raise UserError(f"api_key: the file it names has more than {LONGEST_KEY} bytes: it must hold nothing but the key")
+    except UserError:
+        raise
     except (OSError, ValueError) as error:
         raise UserError(f"api_key: the file cannot be read ({type(error).__name__})") from None
     if key is None:

@@ -112,11 +112,24 @@ def test_a_key_is_read_from_where_it_lies(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "key").write_text("from-there\n")
     (tmp_path / "two").write_text("a b\n")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    (tmp_path / "long").write_text("x" * 4097)
+    (tmp_path / "full").write_text("x" * 4096)
+    assert access.key_of(str(tmp_path / "full")) == "x" * 4096
     assert access.key_of(None) is None and access.key_of("A_KEY") == "from-here" and access.key_of(str(tmp_path / "key")) == "from-there"
-    for wrong in ("sk-SECRET", "x" * 300, "a\0b", "", str(tmp_path), "EMPTY", str(tmp_path / "two"), str(tmp_path / "binary")):
+    for wrong in (
+        "sk-SECRET",
+        "x" * 300,
+        "a\0b",
+        "",
+        str(tmp_path),
+        "EMPTY",
+        *(str(tmp_path / name) for name in ("two", "binary", "long")),
+    ):
         with pytest.raises(UserError, match="api_key") as error:
             access.key_of(wrong)
         assert "\n" not in str(error.value) and "SECRET" not in str(error.value)
+    with pytest.raises(UserError, match="more than 4096 bytes: it must hold nothing but the key"):
+        access.key_of(str(tmp_path / "long"))
 
 
 @running
