@@ -166,7 +166,7 @@ class Worker:
         """Give a job a row of the engine. After an engine failed, the job continues behind the tokens that it has reported. A greedy job
         gets the tokens that it would have had anyway; a sampled one may get others.
         """
-        said = len(job.said)
+        said, again = len(job.said), bool(job.row.prompt)
         if not job.new_tokens:
             job.tell(Said([], "length", [], job.scores))
             return
@@ -182,7 +182,7 @@ class Worker:
         except UserError as error:
             job.tell(error)
             return
-        self.sums["prompt_tokens"] += 0 if job.said else len(job.prompt)
+        self.sums["prompt_tokens"] += 0 if again else len(job.prompt)
         job.told = job.counted = 0
         self.running.append(job)
 

@@ -32,3 +32,13 @@ def test_a_guess_that_ends_a_text_is_counted_as_accepted() -> None:
         job.row.guesses.append(Guesses([], [], accepted))
         worker._tell(job)
     assert worker.accepted == {1: 2, 2: 1, 3: 1} and worker.sums["passes"] == 2 and worker.sums["pass_tokens"] == 5
+
+
+def test_a_prompt_is_counted_once_although_the_engine_failed() -> None:
+    """It failed while another prompt was read: this job had no token yet, and enters the new engine."""
+    worker: Any = Worker(Stub)  # type: ignore[arg-type]
+    job = Job([1, 2, 3], 9, SamplingParams(), lambda event: None)
+    worker._enter(job)
+    worker._try([Job([4], 9, SamplingParams(), lambda event: None)], lambda: 1 // 0)
+    worker._enter(worker.waiting.popleft())
+    assert worker.running == [job] and worker.sums["prompt_tokens"] == 3
