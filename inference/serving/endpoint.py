@@ -114,12 +114,12 @@ class Endpoint:
         left = len(answers)
         while left:
             index, event = await events.get()
+            if jobs[index].gone:  # a stop string has ended this answer; its row ran one more round, which may even have failed
+                continue
             if isinstance(event, EngineFailed):
                 raise Refused(str(event), code="engine_failed", status=500)
             if isinstance(event, UserError):
                 raise Refused(str(event))
-            if jobs[index].gone:  # a stop string has ended this answer; its row ran one more round
-                continue
             answer = answers[index]
             piece = answer.take(*event)
             if answer.ended:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from headstart.inference.decoding.decode import Guesses
 from headstart.inference.decoding.row import Row
 from headstart.inference.decoding.sampling import SamplingParams
-from headstart.inference.serving.worker import Job, Worker
+from headstart.inference.serving.endpoint import Endpoint
+from headstart.inference.serving.fields import Refused
+from headstart.inference.serving.worker import EngineFailed, Event, Job, Said, Worker
 
 
 class Stub:
@@ -42,3 +48,30 @@ def test_a_prompt_is_counted_once_although_the_engine_failed() -> None:
     worker._try([Job([4], 9, SamplingParams(), lambda event: None)], lambda: 1 // 0)
     worker._enter(worker.waiting.popleft())
     assert worker.running == [job] and worker.sums["prompt_tokens"] == 3
+
+
+def pieces_of(*events: tuple[int, Event]) -> list[int]:
+    """The answers that got a piece, of two; the first one is ended by a stop string in its first piece."""
+    answers: list[Any] = [SimpleNamespace(ended=ended, take=lambda *said: said) for ended in ("stop", "")]
+    jobs = [Job([1], 9, SamplingParams(), lambda event: None) for _ in answers]
+    told: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+    for event in events:
+        told.put_nowait(event)
+    endpoint: Any = SimpleNamespace(inside=set(jobs))
+    endpoint._leave = lambda gone: Endpoint._leave(endpoint, gone)
+
+    async def read() -> list[int]:
+        found = []
+        async for answer, _ in Endpoint._pieces(endpoint, answers, jobs, told):
+            found.append(answers.index(answer))
+            answers[1].ended = "length" * (len(found) == 2)  # with its next piece
+        return found
+
+    return asyncio.run(read())
+
+
+def test_an_answer_that_has_ended_cannot_fail_the_others() -> None:
+    said, failed = Said([5], "", []), EngineFailed("the engine failed on this request")
+    with pytest.raises(Refused, match="the engine failed"):
+        pieces_of((0, said), (1, failed))
+    assert pieces_of((0, said), (0, failed), (1, said), (1, said)) == [0, 1, 1]
