@@ -52,6 +52,9 @@ def acceptance(drafted: Sequence[Generation], depth: int) -> dict[str, Any]:
 
 
 def decoding_figures(drafted: Sequence[Generation], plain: Sequence[Generation], depth: int, expected: float = 0.0) -> dict[str, Any]:
+    """The figures of a report at one temperature. ``plain``: the same prompts, decoded plainly; ``expected``: the expected length of a
+    chain, in tokens per round; 0: unknown.
+    """
     rounds = [n for g in drafted for n in g.emitted]
     return {
         **acceptance(drafted, depth),

@@ -63,6 +63,7 @@ class Contender:
         self.truth: Truth | None = None
 
     def open(self, target: Target, longest: int, sampling: SamplingParams) -> None:
+        """Open the decoder for the shapes to be measured. ``longest``: most tokens of a sequence, prompt included."""
         own_chain = self.guesser is self.drafter and sampling.repetition_penalty == 1
         self.shapes = {("tree", t): self.policy.own_shape(sampling.rule, heat_of(t)) for t in TEMPERATURES}
         self.shapes |= {("chain", t): TreePolicy("chain", depth=self.policy.depth) for t in TEMPERATURES if own_chain}
@@ -72,6 +73,7 @@ class Contender:
         self.truth = Truth(target, self.drafter) if self.drafter is not None and self.guesser is self.drafter else None
 
     def decode(self, plain: Plain, i: int, new_tokens: int) -> None:
+        """Decode prompt ``i`` by every shape, each at its temperature, and keep the texts in ``made``."""
         for (kind, temperature), made in self.made.items():
             shape, sampling = self.shapes[kind, temperature], plain.how(i)[temperature]
             plain.settle(i)
@@ -198,7 +200,6 @@ def _report(plain: Plain, c: Contender) -> Report:
     compared = ([g[i].tokens for g in greedy] + greedy_of(plain.together, i) + greedy_of(c.together, i) for i in range(len(prompts)))
     found = (differs(target, prompts[i], said[0][i].tokens, each, **how) for i, each in enumerate(compared))
     differences, depth = [x for x in found if x is not None], c.policy.depth
-
     settings = {key: value for key, value in asdict(sampling).items() if key != "temperature"}
 
     def figures(kind: str, temperature: int) -> dict[str, Any]:

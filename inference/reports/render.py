@@ -101,6 +101,7 @@ def table(
 
 
 def show(report: Report) -> None:
+    """Print a report's figures as tables, and the sentences of its summary."""
     console = Console(markup=False)  # names may hold brackets
     console.print(table(f"{report['head']} for {report['target']}", ("", "temperature 0", "temperature 1"), rows(report)))
     if report.get("batches"):
@@ -119,6 +120,7 @@ def show_serving(report: Report) -> None:
 
 
 def figures_table(report: Report) -> list[str]:
+    """The lines of Markdown tables: the figures at both temperatures, and those of several sequences at once where they were measured."""
     lines = ["| | temperature 0 | temperature 1 |", "| --- | ---: | ---: |", *(f"| {a} | {b} | {c} |" for a, b, c in rows(report))]
     if several := at_once(report):
         lines += ["", f"| {' | '.join(AT_ONCE)} |", "|" + " ---: |" * len(AT_ONCE), *(f"| {' | '.join(cells)} |" for cells in several)]
@@ -126,6 +128,7 @@ def figures_table(report: Report) -> list[str]:
 
 
 def serving_lines(report: Report) -> list[str]:
+    """Lines of Markdown with the commands that serve the folder, or why no engine does."""
     lines = []
     if report.get("unserved"):
         lines += [f"No serving engine loads this folder: {report['unserved']}.", ""]
@@ -135,6 +138,7 @@ def serving_lines(report: Report) -> list[str]:
 
 
 def markdown(report: Report) -> str:
+    """The whole report as Markdown; its picture is report.png, beside it."""
     lines = [f"# {report['head']} for {report['target']}", "", *figures_table(report)]
     lines += ["", *(f"- {line}" for line in summary(report)), "", "![acceptance by depth and speed](report.png)", ""]
     if "serving" in report:

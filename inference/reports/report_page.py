@@ -43,6 +43,7 @@ def report_page(report: Report, curves: Curves = ()) -> str:
 
 
 def at(report: Report, temperature: int, chain: bool = False) -> Mapping[str, Any]:
+    """The figures at temperature 0 or 1, of the tree or of the chain; empty where the report has none."""
     found: Mapping[str, Any] = report.get(f"{'chain_' * chain}temperature_{temperature}", {})
     return found
 
@@ -54,6 +55,7 @@ def as_served(report: Report, temperature: int) -> Mapping[str, Any]:
 
 
 def interval(figures: Mapping[str, Any], key: str) -> Any:
+    """The interval [low, high] of a figure, or a list of them; None where there is none."""
     return (figures.get("intervals") or {}).get(key)
 
 

@@ -60,6 +60,7 @@ class Endpoint:
         self.seconds = 0.0
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
+        """Answer a completion or a chat, whole or as a stream. Raises Refused for a wrong request, and where no place is free."""
         self._check_room(1)
         raw = await self._body_of(request)
         asked = await asyncio.to_thread(read, raw, request.path == CHAT, self.target, self.name, self.limit, self.rule, self.defaults)
