@@ -183,7 +183,7 @@ def replay(
     for an auto policy. Raises UserError for a repetition penalty above temperature 0, and for an auto policy whose rounds were not timed.
     """
     if sampling.temperature > 0 and sampling.repetition_penalty != 1:
-        raise UserError("above temperature 0 nothing can be expected under a repetition penalty: it hangs on the path")
+        raise UserError("above temperature 0 nothing can be expected under a repetition penalty: it depends on the path")
     if not recorded.said:
         return Generation(ended="length")
     proposer = Drafting(guesser.eval()) if isinstance(guesser, Drafter) else guesser

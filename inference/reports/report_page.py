@@ -90,7 +90,7 @@ def sentence(report: Report) -> str:
     fast = same or (f"{gain:.2f} times as fast as plain decoding" if gain > 1 else f"slower than plain decoding ({gain:.2f} of its speed)")
     exact = "the target's own output" if report.lossless else "NOT the target's own output"
     if plain_at(figures["accepted_length"]):
-        fast = "plain decoding, for it leaves guessing out"
+        fast = "plain decoding, because it leaves guessing out"
     how = f"its tree says {length:.2f} tokens for every pass of the target, decode=auto is {fast}, and what it says is {exact}"
     if "auto_temperature_0" not in report:
         how = f"it is {fast}, with {length:.2f} tokens for every pass of the target, and what it says is {exact}"

@@ -14,7 +14,7 @@ Row = Mapping[str, Any]
 NEAR = 0.95  # share of the best speed-up from which a smaller drafter is advised too
 
 LENGTHS = (  # figure, for whom it decides, its unit
-    ("t0_tree", "targets whose passes are dear, where accepted length decides", "tokens a pass"),
+    ("t0_tree", "targets whose passes are expensive, where accepted length decides", "tokens a pass"),
     ("t0_chain", "engines that draft chains", "tokens a pass"),
     ("off_policy_expected_length", "text that the target did not write itself", "expected"),
 )
@@ -110,7 +110,7 @@ def gains(row: Row, key: str) -> bool:
 
 def in_vain(row: Row, key: str) -> str:
     """Why plain decoding is advised where the best ``row`` does not gain."""
-    return "none gains" if row[key] <= 1 else f"these prompts do not tell {row['name']} apart from it ({gain(row, key)})"
+    return "no drafter is faster" if row[key] <= 1 else f"these prompts do not tell {row['name']} apart from it ({gain(row, key)})"
 
 
 def listed(names: Sequence[str]) -> str:

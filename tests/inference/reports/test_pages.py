@@ -247,8 +247,8 @@ def test_best_for_whom() -> None:
     found = advice([fast, small, long])
     assert found[0].startswith("fast: for greedy decoding here") and "1.50×" in found[0]
     assert found[1].startswith("small: for the same with the smallest drafter") and "10 weights" in found[1]
-    assert found[2].startswith("long: for targets whose passes are dear") and "for engines that draft chains (3.50" in found[2]
-    assert found[3] == "For sampling at temperature 1: plain decoding; none gains."
+    assert found[2].startswith("long: for targets whose passes are expensive") and "for engines that draft chains (3.50" in found[2]
+    assert found[3] == "For sampling at temperature 1: plain decoding; no drafter is faster."
     idle = row("idle", t0_tree=1.0, t0_chain=4.5)  # decode=auto never guessed: nothing is said of what it was accepted for
     assert advice([idle])[0] == "idle: for engines that draft chains (4.50 tokens a pass)."
     useless = row("useless", t0_tree=1.0, t0_chain=1.004, off_policy_expected_length=1.0)
@@ -258,7 +258,7 @@ def test_best_for_whom() -> None:
     sure = [fast | {"speedup_interval": [1.4, 1.6]}, small | {"speedup_interval": [1.3, 1.5]}, long | {"speedup_interval": [1.1, 1.3]}]
     assert headline(sure).endswith("1.40 to 1.60. These prompts do not tell it apart from small.")
     assert headline([row("slow", speedup=0.8), row("slower", speedup=0.7)]).startswith("None is faster than plain decoding")
-    assert "none gains" in advice([row("slow", speedup=0.8)])[-2]
+    assert "no drafter is faster" in advice([row("slow", speedup=0.8)])[-2]
     unsure = advice([row("maybe", speedup=1.1, speedup_interval=[0.9, 1.3])])
     assert unsure[-2].startswith("For greedy decoding here, one sequence at a time: plain decoding; these prompts do not tell maybe apart")
 
@@ -285,7 +285,7 @@ def test_no_speed_is_claimed_where_nothing_is_drafted() -> None:
     assert headline([idle, real]).startswith("At temperature 0 real is the fastest: 1.20 times")
     assert as_served(idle)["t1_speedup"] == 1.0 and as_served(real)["speedup"] == 1.2
     report = Report.of(a_report(auto_temperature_0=figures(1.0, 1.45), auto_temperature_1=figures(2.0, 1.1)))
-    assert "decode=auto is plain decoding, for it leaves guessing out, and" in sentence(report)
+    assert "decode=auto is plain decoding, because it leaves guessing out, and" in sentence(report)
     assert str(lead(report)).count("plain decoding: what differs from 1 is the spread of the machine") == 1
 
 
