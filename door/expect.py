@@ -29,7 +29,7 @@ def tune(config: dict[str, Any]) -> None:
     for tree, (lengths, _) in sorted(found.items(), key=lambda pair: -pair[1][0].length):
         print(f"{lengths.length:.3f} ({error_text(lengths.standard_error)})  {tree}, {tree.reads} read by the drafter")
     if costs is None:
-        return print("which of them is fastest hangs on what rounds cost: costs=FILE, the decode.json of a machine that holds the target")
+        return print("which of them is fastest depends on what rounds cost: costs=FILE, the decode.json of a machine that holds the target")
     tuned = tune_recorded(config["target"]["name"], drafter, found, costs, len(texts))
     folder = Path(config["out"] or config["speculator"])
     plans.write(tuned, folder)

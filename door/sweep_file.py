@@ -61,7 +61,7 @@ def sweep(words: Sequence[str], own: dict[str, str]) -> dict[str, Any]:
     parsed = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader()).parse_overrides(list(words))
     for override in parsed:
         if override.key_or_group == "out":
-            raise UserError("out=...: every run of a sweep has a folder of its own, leave it away")
+            raise UserError("out=...: every run of a sweep has its own folder, leave it out")
         if override.key_or_group == "arms":
             raise UserError("arms=...: arms are one run, a sweep has a run for each: head=a,b")
     usual = defaults("config", chosen("config", [word.partition(",")[0] for word in words])).config  # of several heads: the first one's
