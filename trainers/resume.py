@@ -105,7 +105,7 @@ def shared_out(now: Batch, begun: Batch, losses: Iterable[dict[str, Any]], strea
     if now.size != begun.size:
         accumulate = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= now.rows)
     if streamed and now.processes != begun.processes:
-        raise UserError(f"data.stream: which rows are read hangs on the number of processes: go on with {begun.processes}, as the run "
+        raise UserError(f"data.stream: which rows are read depends on the number of processes: go on with {begun.processes}, as the run "
                         "began")  # fmt: skip
     for loss in losses:
         if loss["on_policy"] and now.processes != begun.processes:

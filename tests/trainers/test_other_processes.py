@@ -113,7 +113,7 @@ def test_what_cannot_be_shared_out_is_said(change: dict[str, Any], now: int, say
     with pytest.raises(UserError, match=r"loss\.on_policy takes as many .* go on with trainer\.batch_size=2, as the run began"):
         shared_out(Batch(4, 1, 1), Batch(2, 2, 1), [own])
     assert shared_out(Batch(2, 2, 1), Batch(2, 2, 1), [own]) == (2, 2, 1)
-    with pytest.raises(UserError, match=r"data\.stream: which rows are read hangs on the number of processes: go on with 2, as"):
+    with pytest.raises(UserError, match=r"data\.stream: which rows are read depends on the number of processes: go on with 2, as"):
         shared_out(Batch(4, 1, 1), Batch(4, 1, 2), [LOSS], streamed=True)
 
 
