@@ -79,7 +79,7 @@ def test_intervals_are_searched() -> None:
     "words, wanted",
     [
         (["trainer.lr=1e-3"], "nothing to try several values of"), (["trainer.lr=1e-3,-1"], "trainer.lr"),
-        (["trainer.speed=1,2"], "there is no key"), (["head=eagle,owl"], "owl"), (["out=runs/x", "trainer.lr=1,2"], "folder of its own"),
+        (["trainer.speed=1,2"], "there is no key"), (["head=eagle,owl"], "owl"), (["out=runs/x", "trainer.lr=1,2"], "its own folder"),
         (["arms={a:'head=mtp'}", "trainer.lr=1,2"], "head=a,b"), (["trainer.save_every=1,2"], "how a run is watched"),
         (["trainer.lr=interval(1e-3,1e-1)", "method=grid"], "method=grid"), (["trainer.lr=1,2", "method=luck"], "grid, random, bayes"),
         (["trainer.lr=1,2", "file=/nowhere/at/all.yaml"], "cannot be written"),
