@@ -35,7 +35,6 @@ LAYERS, LENGTH = (1, 3, 4), 64  # of a target of four layers
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "FIRST", 0.001)
-    monkeypatch.setattr(engine, "LATE", 0.3)
 
 
 @pytest.fixture(scope="module")
@@ -224,8 +223,12 @@ def in_another_folder(server: FakeEngine) -> None:
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )
-def test_refused_at_the_start(wrong: Callable[[FakeEngine], None], says: str, server: FakeEngine, opened: Opened, states: Path) -> None:
+def test_refused_at_the_start(
+    wrong: Callable[[FakeEngine], None], says: str, server: FakeEngine, opened: Opened, states: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wrong(server)
+    if wrong is in_another_folder:  # its files never come; those of the others may come late, on a busy machine
+        monkeypatch.setattr(engine, "LATE", 0.3)
     with pytest.raises(UserError, match=says) as error:
         opened()
     assert "\n" not in str(error.value) and "served." in str(error.value)
@@ -336,11 +339,8 @@ def test_a_link_is_not_followed(opened: Opened, server: FakeEngine, states: Path
     assert elsewhere.exists() and list(states.iterdir()) == []
 
 
-def test_files_of_answers_under_way_are_removed_too(
-    opened: Opened, server: FakeEngine, states: Path, rows: Packed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_answers_under_way_are_removed_too(opened: Opened, server: FakeEngine, states: Path, rows: Packed) -> None:
     """The next batch is asked for ahead: when a run ends, the server still writes for it."""
-    monkeypatch.setattr(engine, "LATE", 60.0)
     target, begun = opened(), server.count
     server.late = 0.6
     batch = rows.batch([0])
