@@ -76,7 +76,7 @@ def read_back(run: Path, id: str = "") -> dict[str, Any]:
     """Of the newest offline run of a folder (with this id): its config, history by step, summary, artifacts, and what it is called."""
     (path,) = sorted((run / "wandb").glob(f"offline-run-*{id}"))[-1].glob("*.wandb")
     found: dict[str, Any] = {"history": {}, "summary": {}, "config": {}, "artifacts": {}, "used": set(), "metrics": {}}
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120
     while not (written := list(records(path))) or written[-1].WhichOneof("record_type") != "exit":  # a process of its own writes it
         assert time.monotonic() < end
         time.sleep(0.01)
