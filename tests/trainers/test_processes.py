@@ -59,9 +59,13 @@ def test_all_end_when_one_does(way: str, ended: Path) -> None:
     if way == "both refuse an arm":
         assert (first, second, saved, checkpoint.step_of(other[-1])) == ("", "", [3], 8)
     elif way == "the second sleeps":
-        (line,) = (first + second).splitlines()[1:]
-        who = r"process 1 \(\S+, pid \d+\) at step 4, target, two_endings\.py:\d+ <lambda>"
-        assert re.fullmatch(rf"error: nothing has moved for 6 seconds \(trainer\.timeout\): the others wait for it: {who}", line)
+        said, who = (first + second).splitlines(), r"process 1 \(\S+, pid \d+\) at step 4, target, two_endings\.py:\d+ <lambda>"
+        stuck = r"error: nothing has moved for 6 seconds \(trainer\.timeout\): the others wait for it: "
+        if any(re.fullmatch(f"{stuck}process 0, which does not answer any more", line) for line in said):
+            # the second looked only when the first had said it and gone: torch notes on stderr that its store has
+            said = ["", *(line for line in said if re.fullmatch(stuck + who, line))]
+        (line,) = said[1:]
+        assert re.fullmatch(stuck + who, line)
         assert saved == [3]
     elif "stopped" in way:
         assert (first.strip(), second) == (AFTER, "") and saved == ([3, 4] if way == "both are stopped" else [3])
