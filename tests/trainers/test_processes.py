@@ -40,7 +40,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "tests.trainers.two_endings"]
     both = [subprocess.Popen([*command, str(rank), str(port), str(folder)], cwd=ROOT, env=environment) for rank in (0, 1)]
     try:
-        assert [process.wait(timeout=280) for process in both] == [0, 0]
+        assert [process.wait(timeout=800) for process in both] == [0, 0]
     finally:
         for process in both:
             process.kill()
