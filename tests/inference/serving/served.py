@@ -17,6 +17,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from headstart.heads.base import Drafter
 from headstart.inference.decoding.decode import generate
 from headstart.inference.serving import serve
+from headstart.inference.serving.endpoint import Endpoint
 from tests.drafters import random_tokens
 from tests.inference.serving import speech
 from tests.inference.serving.speech import NEW, POLICY, target
@@ -52,6 +53,11 @@ async def client(drafted: bool = True, **settings: Any) -> AsyncIterator[TestCli
     app = serve.application(target(), drafter() if drafted else None, plans=POLICY, **settings)
     async with TestClient(Server(app, serve.runner_of(app, settings["read_timeout"]))) as it:
         yield it
+
+
+def endpoint(it: TestClient) -> Endpoint:
+    """What answers this client. Its ``patience`` may be changed meanwhile."""
+    return next(route.handler.__self__ for route in it.app.router.routes() if route.method == "POST")  # type: ignore[union-attr]
 
 
 def running(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
