@@ -63,6 +63,7 @@ def endpoint(it: TestClient) -> Endpoint:
 def running(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
     @functools.wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:
+        drafter(), *map(plain, range(len(PROMPTS)))  # made before the loop runs, where they would take the time of requests under way
         asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
 
     return run
