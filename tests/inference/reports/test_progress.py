@@ -25,7 +25,9 @@ def test_a_log_file_is_told_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys
     assert re.findall(r"^letters: \d of 7$", capsys.readouterr().out, re.MULTILINE) == ["letters: 2 of 7", "letters: 5 of 7"]
 
 
-def test_a_log_file_has_no_line_of_what_is_quick(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_file_has_no_line_of_what_is_quick(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    clock = iter(range(0, 900, 10))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
     assert list(progress.watched([1, 2], "numbers")) == [1, 2] and capsys.readouterr().out == ""
 
 
