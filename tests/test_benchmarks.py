@@ -240,7 +240,7 @@ def test_what_fails_or_takes_too_long_is_a_line(tmp_path: Path, monkeypatch: pyt
     script = tmp_path / "slow.py"
     script.write_text("import sys, time\nif sys.argv[2] == 'slow': time.sleep(60)\nsys.exit(3)")
     monkeypatch.setattr(sys, "argv", ["slow.py", "--smoke", "--out", str(out)])
-    gpu_rows.measure(str(script), "", {"slow": (1, rows), "dies": (9, rows)}, total=60)
+    gpu_rows.measure(str(script), "", {"slow": (1, rows), "dies": (100, rows)}, total=200)
     made = [json.loads(line) for line in out.read_text().splitlines()][-2:]
     assert made == [{"row": "slow: out of time", "error": "stopped after 1 seconds"}, {"row": "dies: ended", "error": "exit code 3"}]
 
