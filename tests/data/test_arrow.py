@@ -172,7 +172,7 @@ def test_one_makes_it_and_the_others_wait(given: Any, folder: Path, tmp_path: Pa
     for process in several:
         process.start()
     for process in several:
-        process.join(60)
+        process.join(200)
     assert [process.exitcode for process in several] == [0, 0, 0]
     assert made.value == -(-700 // arrow.BATCH)
 

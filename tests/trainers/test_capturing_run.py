@@ -294,7 +294,7 @@ def run_part(rank: int, folder: Path, both: threading.Barrier) -> None:
     batches, steps = made.source.stream((0, 2), 2, 7, 0, rank, 2), -(-len(packed) // 12) * 3 + 6
     seen: list[Any] = []
     for _ in range(steps // 3):
-        both.wait(20)
+        both.wait(200)
         seen += [made.source.observe(batch, (2,)) for batch in [next(batches) for _ in range(3)]]
     whole = Shards(folder, None, (2,)).stored_stream(2, 7, 0, rank, 2)
     assert all(equal_states(ours, theirs.states_on(torch.device("cpu"), torch.float32)) for ours, theirs in zip(seen, whole, strict=False))
