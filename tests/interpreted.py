@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.starting import LONGEST
+
 TRITON, INTERPRETED = importlib.util.find_spec("triton") is not None, os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not (TRITON and INTERPRETED), reason="triton interpreted on a CPU: TRITON_INTERPRET=1")
 
@@ -24,7 +26,7 @@ def in_its_own(file: str) -> Callable[[], None]:
     def test() -> None:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
         env, root = os.environ | {"TRITON_INTERPRET": "1"}, Path(__file__).parents[1]
-        done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=280)
+        done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=LONGEST)
         assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-3000:]
 
     return test

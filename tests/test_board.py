@@ -13,6 +13,7 @@ import yaml
 from headstart.door import board, sweep_file
 from headstart.heads.errors import UserError
 from tests.composed import composed
+from tests.starting import LONGEST
 from tests.trainers.test_tracker import CURVES, FINAL
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -116,5 +117,5 @@ def test_what_a_board_needs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("word", ["board", "sweep", "compare"])
 def test_the_words_of_trainers_have_help(word: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "trainers", word, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-m", "trainers", word, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=LONGEST)
     assert done.returncode == 0 and f"python -m trainers {word}" in done.stdout and done.stderr == ""

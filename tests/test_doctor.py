@@ -12,6 +12,7 @@ import torch
 from headstart.door import doctor
 from headstart.heads import native, orders
 from tests.doors import call
+from tests.starting import LONGEST
 
 ROOT = Path(__file__).parent.parent
 
@@ -100,5 +101,5 @@ def test_a_reader_that_leaves(words: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as out:
-        done = subprocess.run([sys.executable, *words], cwd=ROOT, stdout=out, stderr=subprocess.PIPE, text=True, timeout=100)
+        done = subprocess.run([sys.executable, *words], cwd=ROOT, stdout=out, stderr=subprocess.PIPE, text=True, timeout=LONGEST)
     assert (done.returncode, done.stderr) == (0, "")

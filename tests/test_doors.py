@@ -25,6 +25,7 @@ from headstart.inference.decoding.target import Target
 from headstart.inference.hf import speculate
 from tests.data.captures import FakeTarget, rows
 from tests.doors import ROOT, call
+from tests.starting import LONGEST
 
 EAGLE = ROOT / "assets" / "tiny_eagle"
 OWN = {  # door -> its settings, but for those of its groups
@@ -58,7 +59,7 @@ for command in [
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """As a user does."""
     own = {k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"} | environment
-    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=own, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=own, capture_output=True, text=True, timeout=LONGEST)
 
 
 # ---- what is said first ----
@@ -227,7 +228,7 @@ def test_help_names_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_help_may_be_cut_short(unbuffered: str) -> None:
     cut = f"set -o pipefail; {sys.executable} train.py --help | true"
     environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
-    done = subprocess.run(["bash", "-c", cut], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["bash", "-c", cut], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LONGEST)
     assert (done.returncode, done.stderr) == (0, "")
 
 

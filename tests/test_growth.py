@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.starting import LONGEST
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("heads", "inference", "data", "trainers", "door", "conf")
 
@@ -227,5 +229,5 @@ def test_what_is_new_is_one_file_and_one_yaml_each(script: str, tmp_path: Path) 
         assert not (package / name).exists()
         (package / name).write_text(text)
     command, environment = [sys.executable, "-c", script.replace("ROOT", str(ROOT))], os.environ | {"PYTHONPATH": str(package.parent)}
-    done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=LONGEST)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.starting import LONGEST
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ["heads", "inference", "data", "trainers"]
 ROOMS = ["decoding", "proposers", "reports", "serving"]
@@ -60,7 +62,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for each in [*FOLDERS, "door", "conf", "tests"]:
         shutil.copytree(ROOT / each, source / each, ignore=shutil.ignore_patterns("__pycache__"))
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*pip, "-w", str(folder), str(source)], check=True, timeout=120)
+    subprocess.run([*pip, "-w", str(folder), str(source)], check=True, timeout=LONGEST)
     (found,) = folder.glob("headstart-*.whl")
     return found
 
@@ -77,13 +79,13 @@ def test_a_wheel_holds_one_package_and_all_of_it(wheel: Path) -> None:
 def test_an_installed_wheel_trains_from_any_folder(wheel: Path, tmp_path: Path) -> None:
     """Its console command and its modules, in a folder that holds nothing, with none of the checkout in sight."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps", "--no-index"]
-    subprocess.run([*pip, "--target", str(tmp_path / "site"), str(wheel)], check=True, timeout=120)
+    subprocess.run([*pip, "--target", str(tmp_path / "site"), str(wheel)], check=True, timeout=LONGEST)
     empty = tmp_path / "empty"
     empty.mkdir()
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
 
     def run(*command: str) -> str:
-        done = subprocess.run([sys.executable, *command], cwd=empty, env=environment, capture_output=True, text=True, timeout=280)
+        done = subprocess.run([sys.executable, *command], cwd=empty, env=environment, capture_output=True, text=True, timeout=LONGEST)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -97,7 +99,7 @@ def test_an_installed_wheel_trains_from_any_folder(wheel: Path, tmp_path: Path) 
 
 def lint(folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()", "--no-cache"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LONGEST)
 
 
 def test_imports_run_one_way() -> None:

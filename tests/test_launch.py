@@ -18,6 +18,7 @@ from headstart.door import launch as launching
 from headstart.door.arguments import ERRORS, end
 from headstart.door.launch import launch
 from tests.doors import ROOT, call
+from tests.starting import LONGEST
 
 Launched = Callable[..., int]
 
@@ -204,7 +205,7 @@ runpy.run_path("train.py", run_name="__main__")
 
 
 def test_ctrl_c_while_settings_are_composed() -> None:
-    done = subprocess.run([sys.executable, "-c", MASKED], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", MASKED], cwd=ROOT, capture_output=True, text=True, timeout=LONGEST)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
@@ -263,5 +264,5 @@ class Finder:
 sys.meta_path.insert(0, Finder())
 runpy.run_path({door!r}, run_name="__main__")
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=LONGEST)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")

@@ -22,6 +22,7 @@ from headstart.inference.decoding.target import Target
 from headstart.trainers import checkpoint
 from headstart.trainers.parallel import check_parallel, owners, to_first
 from headstart.trainers.zero import Zero
+from tests.starting import LONGEST
 from tests.tiny_targets import tiny_target
 from tests.trainers import shared_target, spread
 from tests.trainers.conftest import ROOT, TORCHRUN, save_target, small_run
@@ -145,7 +146,7 @@ def test_a_target_that_processes_share_says_what_a_whole_one_says(tmp_path: Path
     torchrun = [*TORCHRUN, "--nproc-per-node", "4"]
     command = [*torchrun, "-m", "tests.trainers.shared_target", str(tmp_path), str(folder), "tp:2", "fsdp"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, env=environment)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LONGEST, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     whole = Target.load(str(folder), device="cpu")
     for head in shared_target.HEADS:

@@ -17,6 +17,7 @@ from headstart.heads.errors import UserError
 from headstart.trainers import checkpoint
 from headstart.trainers.interrupt import AFTER
 from headstart.trainers.processes import open_accelerator
+from tests.starting import LONGEST
 from tests.trainers.conftest import ROOT, TORCHRUN
 from tests.trainers.two_endings import WAYS
 
@@ -99,7 +100,7 @@ def test_one_that_never_comes_is_not_waited_for_silently(tmp_path: Path) -> None
     code = "import torch\nfrom headstart.trainers import processes\nprocesses.LONGEST = 1.0\n"
     code += "try: processes.open_accelerator('fp32', torch.device('cpu'))\nexcept processes.UserError as e: print(e)"
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | world, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | world, capture_output=True, text=True, timeout=LONGEST)
     says = rf"2 processes were to meet at 127\.0\.0\.1:{world['MASTER_PORT']}, and not all came in 0:00:01 \(1/2 clients joined\)\n"
     assert re.fullmatch(says, done.stdout), done.stdout + done.stderr
 

@@ -29,6 +29,7 @@ from headstart.trainers import run as run_module
 from headstart.trainers.interrupt import AFTER
 from headstart.trainers.metrics import read_metrics
 from headstart.trainers.run import run
+from tests.starting import LONGEST
 from tests.trainers.conftest import ROOT, check_trained_alike, equal, weights
 
 FIGURES = {"accepted_length", "acceptance_by_depth", "expected_length", "tokens_per_second", "plain_tokens_per_second", "speedup",
@@ -304,7 +305,7 @@ def test_ctrl_c_while_torch_is_imported_is_one_line_too(door, tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"text": "a"}\n')
     code = INTERRUPTED.replace("DOOR", door)
     command = [sys.executable, "-c", code, *said, f"out={tmp_path / 'run'}"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LONGEST, check=False)
     assert ended.returncode == 130 and ended.stderr == "interrupted\n", ended.stderr
 
 
