@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,6 +20,8 @@ try:
 except ModuleNotFoundError:  # a checkout that is not installed
     from benchmarks import checkout  # noqa: F401
 from headstart.heads import prepack
+from headstart.heads.errors import UserError
+from headstart.heads.files import cache_folder
 from headstart.inference.decoding import auto
 
 if find_spec("hypothesis"):  # tests/test_gpu.py also runs without hypothesis and hydra
@@ -54,8 +58,15 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def tokenised_data_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The tests have their own cache of tokenized data. Processes that they start inherit it."""
-    os.environ["HEADSTART_CACHE"] = str(tmp_path_factory.mktemp("tokenised"))
+    """The tests have their own cache of tokenized data. Processes that they start inherit it, with what is compiled already: each would
+    compile it anew, at once.
+    """
+    own = tmp_path_factory.mktemp("tokenised")
+    (own / "native").mkdir(mode=0o700)
+    with suppress(UserError):  # no home, no cache
+        for each in (cache_folder() / "native").glob("*.so"):
+            shutil.copy2(each, own / "native")
+    os.environ["HEADSTART_CACHE"] = str(own)
 
 
 @pytest.fixture(scope="session", autouse=True)
