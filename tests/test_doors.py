@@ -209,8 +209,9 @@ def test_the_line_on_a_choice_is_a_sentence_or_a_command() -> None:
 def test_help_shows_the_settings_of_the_choice() -> None:
     text = usage.text("config", "", ["head=dflash", "data=chat", "trainer.steps=3"])
     settings = lines_of(text, "Settings")
-    assert "\n  head=dflash " in text and "  data.path=???                         path=... says it" in settings
-    assert [line for line in settings if line.startswith("  head.block=16 ") and "slots, the last known token's among them" in line]
+    assert "\n  head=dflash " in text and "  data.path=???                         set by path=..." in settings
+    says = "block size: the last known token plus block-1 guesses, made in one pass"
+    assert [line for line in settings if line.startswith("  head.block=16 ") and says in line]
 
 
 def test_help_names_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
