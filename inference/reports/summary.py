@@ -30,7 +30,7 @@ def _not_drafted(report: Report, temperature: int) -> str:
     if not auto or not chain or auto["rounds"].get("no guesses", 0.0) < 0.9 or chain["speedup"] > 1:
         return ""
     cost = chain["accepted_length"] / chain["speedup"]
-    return (f"at temperature {temperature} decode=auto leaves guessing out, for it gains nothing here: a round with a chain of "
+    return (f"at temperature {temperature} decode=auto leaves guessing out, because it gains nothing here: a round with a chain of "
             f"{report['tree']['depth']} yields {chain['accepted_length']:.2f} tokens and takes as long as {cost:.1f} plain rounds. On a "
             f"larger target, where a plain pass costs as much as {LARGE} guesses and checking guesses costs no more than a plain pass, "
             f"this acceptance would give {_elsewhere(chain['acceptance_by_depth']):.1f} times plain decoding")  # fmt: skip
