@@ -29,7 +29,7 @@ from headstart.trainers.operations import uncounted
 from headstart.trainers.optimizer import FLOOR, before_the_fall, learning_rate, open_optimizers
 from headstart.trainers.parallel import DDP, spread
 from headstart.trainers.patience import Patience
-from headstart.trainers.resume import counts_in_shares, resumable
+from headstart.trainers.resume import check_alike, counts_in_shares, resumable
 from headstart.trainers.saver import Saver
 from headstart.trainers.tracker import Tracker
 
@@ -93,15 +93,12 @@ class Arm:
 
     def open(self, accelerator: Accelerator, resume: bool) -> None:
         """Prepare for training: with ``resume`` from the newest checkpoint of the same settings, else from the start. Raises UserError if
-        processes find different checkpoints, or if a checkpoint is damaged or has other settings.
+        processes find different checkpoints or have different settings, or if a checkpoint is damaged or has other settings.
         """
         self.accelerator = accelerator
         found = resumable(self.places, self.settings) if resume else None
         self.began, self.cleared = found[1]["step"] if found else 0, False
-        steps = accelerator.gather(torch.tensor([self.began], device=accelerator.device)).tolist()
-        if len(set(steps)) > 1:
-            raise UserError(f"out must be a folder that all machines share: in {self.run} one process finds a checkpoint of step "
-                            f"{max(steps)}, another stands at {min(steps)}")  # fmt: skip
+        check_alike(self.run, self.began, self.settings)
         moments = self._restore(*found) if found else None
         if accelerator.is_main_process:
             self.tracker.go_on_after(self.began)

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from accelerate.utils import gather_object
+
 from headstart.data.source import of_rows
 from headstart.heads.errors import UserError
 from headstart.inference.reports.compare import flat
@@ -129,6 +131,21 @@ def check_earlier(runs: Sequence[Path], same: dict[str, Any], resume: bool) -> N
         resumable(runs, same)
     else:
         checkpoint.folders(*runs)
+
+
+def check_alike(run: Path, step: int, settings: dict[str, Any]) -> None:
+    """Compare what the processes are about to train; all of them call this. ``step``: where this one resumes. ``settings``: as for
+    ``resumable``, so with digests of the target and of the rows. Raises UserError in every process if the processes differ.
+    """
+    found: list[tuple[int, dict[str, Any]]] = gather_object([(step, flat(settings))])
+    steps = {began for began, _ in found}
+    if len(steps) > 1:
+        raise UserError(f"out must be a folder that all machines share: in {run} one process finds a checkpoint of step "
+                        f"{max(steps)}, another stands at {min(steps)}")  # fmt: skip
+    first = found[0][1]
+    if differ := sorted({k for _, own in found for k in first.keys() | own.keys() if own.get(k) != first.get(k)}):
+        raise UserError(f"the processes of this run differ in {', '.join(differ)}: start all of them with the same settings, and with the "
+                        "same files of the target and of the data on every machine (rows: the tokens that are read)")  # fmt: skip
 
 
 def resumable(runs: Iterable[Path], settings: dict[str, Any]) -> tuple[Path, dict[str, Any]] | None:

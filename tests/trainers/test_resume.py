@@ -15,7 +15,8 @@ import torch
 
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.target import Target
-from headstart.trainers import checkpoint
+from headstart.inference.reports.compare import flat
+from headstart.trainers import checkpoint, resume
 from headstart.trainers.optimizer import before_the_fall, learning_rate
 from headstart.trainers.resume import _same_settings
 from headstart.trainers.run import fit, prepare
@@ -233,3 +234,19 @@ def test_a_run_of_before_a_setting_was_there_did_what_it_stands_for_now(tmp_path
         now = {"head": before["head"] | {"norm_before_fc": norm, "norm_before_residual": False}}
         with nullcontext() if fits else pytest.raises(UserError, match=r"head\.norm_before_fc=False, now it is True"):
             _same_settings(before, now, tmp_path / "run" / "checkpoints" / "step-1")
+
+
+def test_processes_that_differ_do_not_train_together(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reads its own files. What the second process has stands here for what it would send."""
+    own = {"rows": "ab12", "trainer": {"steps": 4}, "target": {"sha256": "cd34"}}
+    run = dict(settings=own, steps=1, resume=False)
+    for step, other, says in (
+        (0, own | {"rows": "98fe", "trainer": {"steps": 54}}, r"differ in rows, trainer\.steps: .*the same files of the target and of the"),
+        (0, own | {"target": {"sha256": "00"}}, r"differ in target\.sha256: start all of them with the same"),
+        (3, own, r"out must be a folder that all machines share: in .* finds a checkpoint of step 3, another stands at 0"),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(UserError, match=says):
+            patch.setattr(resume, "gather_object", lambda here, step=step, other=other: [*here, (step, flat(other))])
+            train(quiet("medusa", target), target, tmp_path / "run", **run)
+    monkeypatch.setattr(resume, "gather_object", lambda here: here * 2)
+    train(quiet("medusa", target), target, tmp_path / "run", **run)
