@@ -223,11 +223,12 @@ def owners(sizes: Sequence[int], world: int) -> list[int]:
 
 def to_first(accelerator: Accelerator, owner: int, x: Tensor | None, like: Tensor) -> Tensor | None:
     """Send a moment from process ``owner`` to the first process. Returns it there on the CPU, elsewhere None. ``like`` has its shape and
-    dtype. Both processes must call this. If the owner has none yet (no step was taken), zeros are sent, with which optimizers begin.
+    dtype, perhaps on the meta device. Both processes must call this. If the owner has none yet (no step was taken), zeros are sent, with
+    which optimizers begin.
     """
     rank, device = accelerator.process_index, accelerator.device
     if rank == owner and x is None:
-        x = torch.zeros_like(like)
+        x = torch.zeros(like.shape, dtype=like.dtype, device=device)
     if x is not None and rank == owner == 0:
         return x.detach().cpu()
     if x is not None and rank == owner:
