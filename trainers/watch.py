@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -48,6 +48,7 @@ class Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.where, self.alone = f"the end of its loop, after {self.where}", False
         self.ended.set()
 
     def at(self, where: str) -> None:
@@ -68,7 +69,7 @@ class Watch:
         while not self.ended.wait(min(5.0, self.seconds / 4)):
             late = time.monotonic() - self.since > self.seconds and not self.alone
             try:
-                self.store.set(self.keys[self.rank], json.dumps([self.count, self._place(), self.alone]))
+                self._tell()
                 behind = self._behind() if late else []
             except RuntimeError:  # no answer, or no connection
                 if not late:
@@ -76,6 +77,11 @@ class Watch:
                 behind = ["process 0, which does not answer any more"]
             if behind:
                 self._end(behind)
+        with suppress(RuntimeError):  # the first process may have gone already
+            self._tell()  # else its last word might be ``alone``, and others that are still in the loop would wait for ever
+
+    def _tell(self) -> None:
+        self.store.set(self.keys[self.rank], json.dumps([self.count, self._place(), self.alone]))
 
     def _place(self) -> str:
         """This process and where its loop is, with the innermost line of Python there."""
