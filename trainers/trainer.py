@@ -58,12 +58,13 @@ def fit(
     the calls that an interrupt prevented. ``timeout``: seconds, see trainers/watch.py. ``trace`` is told of every step. Figures are
     computed and logged for every ``log_every``-th step, the first and the last.
     """
-    for arm in arms:
-        arm.open(accelerator, resume)
-    progress, clock = Progress(steps, show=accelerator.is_main_process), Clock(accelerator.device, accelerator.num_processes)
-    loop = _Loop(arms, observe, accelerator, progress.console, clock, Watch(accelerator, timeout), decoded)
-    at, batches, trace = -1, iter(list[TokenBatch]()), trace or Trace()
-    with Interrupt(say=accelerator.is_main_process) as interrupt, progress, trace, loop.watch, ExitStack() as savers:
+    main, at, batches = accelerator.is_main_process, -1, iter(list[TokenBatch]())
+    with (
+        _opened(arms, accelerator, resume, timeout) as watch, Interrupt(say=main) as interrupt, Progress(steps, show=main) as progress,
+        trace or Trace() as trace, ExitStack() as savers,
+    ):  # fmt: skip
+        clock = Clock(accelerator.device, accelerator.num_processes)
+        loop = _Loop(arms, observe, accelerator, progress.console, clock, watch, decoded)
         for arm in arms:
             savers.enter_context(arm.saver)
         while behind := [arm for arm in arms if not arm.failed and not arm.stopped and (arm.fitted.steps < steps or arm.due)]:
@@ -95,6 +96,16 @@ def fit(
         arm.drafter.eval()
         arm.tracker.cut()  # in case no step was left
     return False
+
+
+@contextmanager
+def _opened(arms: Sequence[Arm], accelerator: Accelerator, resume: bool, timeout: float) -> Iterator[Watch]:
+    """Open the arms, and watch from then on: a process may hang in the first collective operation of a run, which is in ``Arm.open``."""
+    with Watch(accelerator, timeout) as watch:
+        for arm in arms:
+            watch.at(f"the opening of {arm.run}")
+            arm.open(accelerator, resume)
+        yield watch
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,10 @@ import pytest
 import torch
 
 from headstart.door.launch import free_port
+from headstart.trainers.arm import Arm
 from headstart.trainers.watch import Watch
+from tests.tiny_targets import tiny_target
+from tests.trainers.small import quiet, train
 
 
 @pytest.fixture
@@ -52,3 +56,15 @@ def test_one_that_has_left_the_loop_is_not_waited_for(two: list[Any], monkeypatc
         assert first.told.wait(20), "it waits for ever"
     (line,) = first.named
     assert line.startswith("process 1 (") and "at the end of its loop, after step 4, checkpoint" in line
+
+
+def test_it_watches_while_arms_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the processes of a run compute something together for the first time."""
+    seen: list[str] = []
+    enter, leave, target = Watch.__enter__, Watch.__exit__, tiny_target()
+    monkeypatch.setattr(Watch, "__enter__", lambda self: (seen.append("watched"), enter(self))[1])
+    monkeypatch.setattr(Watch, "__exit__", lambda self, *how: (seen.append(self.where), leave(self, *how))[1])
+    monkeypatch.setattr(Arm, "open", lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        train(quiet("medusa", target), target, tmp_path / "run", steps=1)
+    assert seen == ["watched", f"the opening of {tmp_path / 'run'}"]
