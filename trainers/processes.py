@@ -24,6 +24,8 @@ from headstart.inference.decoding.placement import is_main, multiplies_bf16, pro
 from headstart.trainers.arm import Arm
 
 PATIENCE = 60.0  # seconds within which the other processes must fail as well
+# words in the errors of gloo, NCCL and torch's store that say that another process has ended
+GONE = ("Connection closed", "Connection was likely closed", "Connection reset", "Broken pipe", "ncclRemoteError")
 LONGEST = 1800.0  # the least timeout of collective operations, in seconds: long enough for loading a target, when no watch runs
 
 
@@ -99,7 +101,8 @@ def together() -> Iterator[None]:
     """Around the work of a run: if one process fails, no other waits for it. A run of one process is not affected.
 
     A failing process exits without closing its process group, because the group's threads may be waiting for the others. The others find
-    their connection closed: the first process raises UserError, the rest SystemExit. If they do not notice, the launcher ends them.
+    their connection closed: the first process raises UserError, the rest SystemExit. If they do not notice, the launcher ends them. Other
+    errors of gloo or NCCL (a full /dev/shm, a wrong network interface) are a UserError in every process that has one.
     """
     try:
         yield
@@ -113,6 +116,8 @@ def together() -> Iterator[None]:
         atexit.register(_go, code)
         if not lost:
             raise
+        if not any(word in str(e) for word in GONE):  # perhaps this process alone knows
+            raise UserError(f"the processes cannot work together: {' '.join(str(e).split())[:600]}") from e
         if not is_main():
             raise SystemExit(code) from None
         raise UserError("another process of this run has ended: if it left a message, that says why") from e
@@ -138,7 +143,7 @@ def all_failed(accelerator: Accelerator, where: str) -> bool:
 
 
 def _lost(error: RuntimeError) -> bool:
-    """Whether this is an error that gloo or NCCL raise when another process is gone."""
+    """Whether this is an error of gloo or NCCL. They raise one when another process is gone, and when something of their own fails."""
     return isinstance(error, torch.distributed.DistError) or any(word in str(error) for word in ("gloo", "Connection closed", "NCCL"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from headstart.door.launch import free_port
 from headstart.heads.errors import UserError
 from headstart.trainers import checkpoint
 from headstart.trainers.interrupt import AFTER
-from headstart.trainers.processes import open_accelerator
+from headstart.trainers.processes import open_accelerator, together
 from tests.starting import LONGEST
 from tests.trainers.conftest import ROOT, TORCHRUN
 from tests.trainers.two_endings import WAYS
@@ -92,6 +93,28 @@ def test_one_gpu_for_several_processes_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(UserError, match=r"target.device=cuda:1 is .* 2 processes: take auto"):
         open_accelerator("fp32", torch.device("cuda:1"))
+
+
+@pytest.mark.parametrize("rank", ["0", "3"])
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (
+            "NCCL error\nncclSystemError: ... \nLast error:\n/dev/shm/nccl-x, error: No space left",
+            r"together: NCCL .*/nccl-x, error: No space",
+        ),
+        ("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:12", "another process of this run has ended"),
+        ("NCCL error\nncclRemoteError: a remote process exited", "another process of this run has ended"),
+    ],
+)
+def test_what_fails_here_is_said_here(rank: str, error: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the process that knows it; that another one has ended, the first says for all."""
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(atexit, "register", lambda *_: None)
+    silent = says.startswith("another") and rank != "0"
+    with pytest.raises(SystemExit if silent else UserError, match="2" if silent else says), together():
+        raise torch.distributed.DistBackendError(error)
 
 
 @pytest.mark.slow
