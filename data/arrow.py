@@ -15,6 +15,7 @@ import json
 import mmap
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -25,7 +26,7 @@ import numpy as np
 from accelerate.utils import patch_environment
 from numpy.typing import NDArray
 
-from headstart.data.lock import waiting
+from headstart.data.lock import POLL, waiting
 from headstart.data.pack import check_length, plan
 from headstart.data.packed import Document, Documents, Planned, sizes_of
 from headstart.data.table import Table
@@ -33,6 +34,7 @@ from headstart.heads.errors import UserError
 from headstart.heads.files import cache_folder, put, put_folder, put_text, sealed, sha256
 from headstart.heads.parent import forks_end_with_it
 from headstart.heads.stored import LARGEST_INDEX, read_json
+from headstart.inference.decoding.placement import is_main
 
 VERSION = 4  # raise it when the same rows give other documents than before
 MAPPED = 1 << 28  # bytes: after reading about this many, a process releases its mapped pages
@@ -151,14 +153,16 @@ def tokenised(
 
 @contextmanager
 def only_one(folder: Path, there: Callable[[], bool]) -> Iterator[bool]:
-    """Yields whether this process has to make what is missing (``there()`` is false). One process does, the others wait for it. Raises
-    UserError if the cache cannot be written.
+    """Yields whether this process has to make what is missing (``there()`` is false). One process does, the others wait for it: the one
+    that has the lock, or on a file system without locks the first one of the run. Raises UserError if the cache cannot be written.
     """
     if there():
         yield False
         return
     try:
-        with waiting(folder.parent / f".{folder.name}.lock", "data.cache", "tokenised data"):
+        with waiting(folder.parent / f".{folder.name}.lock", "data.cache", "tokenised data") as held:
+            while not (held or is_main() or there()):  # else the processes of a run would remove each other's unfinished files
+                time.sleep(POLL)
             yield not there()
     except OSError as error:
         raise UserError(f"data.cache={folder.parent} cannot be written ({error.strerror or error}): choose another folder") from error

@@ -94,7 +94,7 @@ class Folder:
         """Lock the folder against every process, whichever lock in it is its own. Raises UserError as ``locked`` does."""
         return alone(self.path, key)
 
-    def waiting(self, name: str, what: str) -> AbstractContextManager[None]:
+    def waiting(self, name: str, what: str) -> AbstractContextManager[object]:
         """Hold the lock ``name``, after waiting until other processes release it. ``what`` it waits for is printed."""
         return waiting(self.path / name, "out", what)
 
@@ -177,5 +177,5 @@ class Elsewhere(Folder):
     def alone(self, key: str) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def waiting(self, name: str, what: str) -> AbstractContextManager[None]:
+    def waiting(self, name: str, what: str) -> AbstractContextManager[object]:
         return nullcontext()

@@ -52,22 +52,23 @@ def alone(folder: Path, key: str) -> Iterator[None]:
 
 
 @contextmanager
-def waiting(path: Path, key: str, what: str = "") -> Iterator[None]:
+def waiting(path: Path, key: str, what: str = "") -> Iterator[bool]:
     """Inside, hold a lock on the file ``path``. First wait until other processes release it, and print ``what`` is waited for. The file's
-    folder is made if it does not exist. With an empty ``what`` there is no wait.
+    folder is made if it does not exist. With an empty ``what`` there is no wait. Yields whether it is locked: not on a file system without
+    locks.
 
     Raises UserError, naming the setting ``key``, if the file cannot be written, or (without ``what``) if another process holds the lock.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = _take(path, key, what)
+        file, held = _take(path, key, what)
     except UserError:
         raise
     except (OSError, ValueError) as e:  # a name too long, or one with a null
         raise UserError(f"the folder {key}={str(path.parent)!r} cannot be written: {e}") from e
     try:
         _held.add(file)
-        yield
+        yield held
     finally:
         if file in _held:  # not in a forked process: there the lock stays with the parent
             _held.discard(file)
@@ -80,8 +81,10 @@ def warn_unlockable(key: str, path: Path, error: OSError) -> None:
     print(f"{key}={path} cannot be locked ({error.strerror}): see to it that no other process writes there")
 
 
-def _take(path: Path, key: str, wait: str = "") -> BinaryIO:
-    """Lock a file and return it open. ``wait``: print this and wait if another process holds the lock. With "" raise UserError instead."""
+def _take(path: Path, key: str, wait: str = "") -> tuple[BinaryIO, bool]:
+    """Lock a file. Returns it open, and whether it is locked. ``wait``: print this and wait if another process holds the lock. With ""
+    raise UserError instead.
+    """
     told = False
     while True:
         file = path.open("a+b", buffering=0)
@@ -100,14 +103,14 @@ def _take(path: Path, key: str, wait: str = "") -> BinaryIO:
             raise UserError(f"{key}={path.parent} is being written by {who}: wait for it, end it, or choose another folder") from None
         except OSError as e:  # Lustre without flock and some NFS servers
             warn_unlockable(key, path.parent, e)
-            return file
+            return file, False
         if _same(path, file):
             break
         file.close()  # its last holder has removed this file: try again with a new one
     with suppress(OSError):  # on a full disk the lock holds, but does not name its owner
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M')}".encode())
-    return file
+    return file, True
 
 
 def _not_the_childs() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import errno
+import fcntl
 import json
 import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -235,3 +238,16 @@ def test_where_tokens_are_kept_makes_no_other_run() -> None:
     assert resume.lasting(own, mixes[0], BATCH) == resume.lasting(own, mixes[1], BATCH) != resume.lasting(own, before, BATCH)
     with pytest.raises(UserError, match=r"data\.limit=None, now it is 5"):
         resume._same_settings(began, resume.lasting(own, {**before, "limit": 5}, BATCH), Path("run/checkpoints/step"))
+
+
+def test_without_locks_the_first_process_of_a_run_makes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait until it is there: several would remove each other's unfinished folder."""
+
+    def without(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "no such thing here")
+
+    monkeypatch.setattr(fcntl, "flock", without)
+    for rank, wanted, looks in (("1", False, [False, False, True, True]), ("0", True, [False, False])):
+        monkeypatch.setenv("RANK", rank)
+        with arrow.only_one(tmp_path / "made", partial(looks.pop, 0)) as first:
+            assert first is wanted
