@@ -20,7 +20,7 @@ from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.target import Target
 from headstart.trainers import checkpoint, earlier
-from headstart.trainers.guard import FILE, WINDOW, Guard, describe, note
+from headstart.trainers.guard import DIVERGED, FILE, OVERFLOWS, WINDOW, Guard, describe, note, overflowed
 from headstart.trainers.joint import Joint
 from headstart.trainers.learner import Learner, Seen, Wanted
 from headstart.trainers.losses import LossOut
@@ -53,6 +53,7 @@ class Step:
     done: float  # share of the training that is over
     loss_sum: Tensor  # of this process
     micro: list[TokenBatch]  # the micro-batches of this process
+    latest: TargetBatch | None = None  # the one that was learned from last, with the target's states
     seen: Seen = field(default_factory=Seen)  # figures of this process
 
 
@@ -197,6 +198,7 @@ class Arm:
             with record_function("backward"):  # times num_processes: gradients are averaged over processes, but the count is global
                 self.parallel.backward(out.loss_sum * (accelerator.num_processes / step.count))
         step.loss_sum += out.loss_sum.detach()
+        step.latest = batch
         if figures:
             self.shown |= self.learner.figures(out, wanted, step.seen)
         return out
@@ -234,8 +236,9 @@ class Arm:
             accelerator.print(f"{self.label}step {number} is skipped: {why} (its rows: {self.run / FILE})")
             return
         self.saver.wait()
+        overflows = accelerator.reduce(torch.tensor(float(overflowed(step.latest)), device=accelerator.device), "sum")
         often = f" in {len(self.guard.skipped)} of the latest {WINDOW} steps (their rows: {self.run / FILE})" if self.guard.skips else ""
-        raise UserError(f"step {number}: {figures}: training diverged{often}. Lower trainer.lr; the last checkpoint "
+        raise UserError(f"step {number}: {figures}: {OVERFLOWS if overflows else DIVERGED.format(often)}; the last checkpoint "
                         f"({self.saver.newest() or 'none yet'}) is whole")  # fmt: skip
 
     def forget_earlier(self) -> None:

@@ -17,11 +17,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from headstart.data.batch import TargetBatch
 from headstart.heads.files import keep_lines
 
 FILE = "skipped.jsonl"
 HISTORY, LEAST = 64, 16  # the most and the fewest steps for the median; with fewer steps nothing counts as a spike
 WINDOW = 100  # steps among which ``skips`` may be skipped
+DIVERGED = "training diverged{}. Lower trainer.lr"  # {}: how often
+OVERFLOWS = "the target's own states are not finite, as those of some are in float16: take target.dtype=bfloat16, or float32"
 BEGINNING = 16  # first tokens of a row, shown in skipped.jsonl
 
 
@@ -66,6 +69,11 @@ class Guard:
     def restore(self, state: Mapping[str, list[Any]]) -> None:
         """Restore what ``state`` returned. Checkpoints of earlier versions lack it; then the lists are empty."""
         self.losses, self.norms, self.skipped = (list(state.get(key, ())) for key in ("losses", "norms", "skipped"))
+
+
+def overflowed(batch: TargetBatch | None) -> bool:
+    """Whether the target's states of a batch are not all finite, as those of some targets in float16: that is no fault of the training."""
+    return batch is not None and not all(bool(x.isfinite().all()) for x in (batch.final_BTD, *batch.states.values()))
 
 
 def describe(tokens_RT: Tensor) -> list[dict[str, Any]]:

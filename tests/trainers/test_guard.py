@@ -116,6 +116,20 @@ def test_too_many_end_the_run_in_a_line(target: Target, tmp_path: Path) -> None:
     assert noted(tmp_path) == []  # it goes on from step 3, and nothing was wrong this time
 
 
+@pytest.mark.parametrize("skips", [0, 1])
+def test_a_target_that_overflows_is_said_to(skips: int, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one made for bf16 does in float16: a lower learning rate would not help."""
+    read = Target.read
+
+    def overflowing(self: Target, *given: Any) -> Any:
+        states, final = read(self, *given)
+        return states, final.masked_fill(torch.ones_like(final, dtype=torch.bool).tril(-9), math.inf)
+
+    monkeypatch.setattr(Target, "read", overflowing)
+    with pytest.raises(UserError, match=rf"^step {skips + 1}: .*states are not finite.* target\.dtype=bfloat16, or float32; the last"):
+        train(quiet(HEADS[0], target), target, tmp_path, skips=skips, steps=3)
+
+
 def test_the_window_moves_and_little_is_no_spike() -> None:
     guard = Guard(skips=1, spike=10.0)
     assert guard.skip(1) and not guard.skip(2) and guard.skip(2 + WINDOW) and not guard.skip(3 + WINDOW)
