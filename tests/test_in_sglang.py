@@ -54,6 +54,7 @@ class StandIn:
         return self.autoregressive(SimpleNamespace(**vars(model) | {"config": {"num_hidden_layers": 1}}), text)
 
 
+@pytest.mark.slow
 def test_what_differs_or_stays_unfilled_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few = ("eagle, 1,024 tokens", "eagle, two layers", "eagle, Qwen3", "dspark")
     monkeypatch.setattr(in_sglang, "KINDS", {name: in_sglang.KINDS[name] for name in few})

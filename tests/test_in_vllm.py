@@ -55,6 +55,7 @@ def answer(request: dict[str, Any], wrong: bool) -> dict[str, Any]:
             "accepted_by_depth": [0] * chain.depth, "version": "0.0"}  # fmt: skip
 
 
+@pytest.mark.slow
 def test_each_head_is_asked_as_its_card_says(runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     requests: list[dict[str, Any]] = []
 

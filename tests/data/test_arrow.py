@@ -86,6 +86,7 @@ def test_rows_are_those_of_memory(given: Any, form: str, workers: int, target: A
     assert {p.suffix for p in folder.iterdir()} == {".arrow", ".json", ".npy"}  # and no lock, nothing half made
 
 
+@pytest.mark.slow
 def test_what_is_there_is_not_made_again(given: Any, target: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """Nor packed; and whatever the tokens follow from has a place of its own."""
     given["cache"] = str(tmp_path / "cache")

@@ -339,6 +339,7 @@ def test_a_link_is_not_followed(opened: Opened, server: FakeEngine, states: Path
     assert elsewhere.exists() and list(states.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_files_of_answers_under_way_are_removed_too(opened: Opened, server: FakeEngine, states: Path, rows: Packed) -> None:
     """The next batch is asked for ahead: when a run ends, the server still writes for it."""
     target, begun = opened(), server.count

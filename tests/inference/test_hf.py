@@ -194,6 +194,7 @@ def test_a_folder_that_was_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert used[-1] is None
 
 
+@pytest.mark.slow
 def test_what_decodes_is_kept_between_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where one prompt goes through an engine too: nothing is built again for the same model, drafter and trees."""
     monkeypatch.setattr(decoder_module, "BY_ENGINE", ("cpu",))

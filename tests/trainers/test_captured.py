@@ -110,6 +110,7 @@ def test_two_processes_capture_what_one_does(
     assert {path.name: path.read_bytes() for path in (tmp_path / "two").iterdir()} == one
 
 
+@pytest.mark.slow
 def test_a_training_from_elsewhere(composed: Composed, half: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder that only fsspec reaches, by the doors; the same weights as from a folder of this machine."""
     import fsspec

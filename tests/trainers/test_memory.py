@@ -40,6 +40,7 @@ def of_a_plan(settings: dict[str, Any]) -> dict[str, Any]:
     return settings | {"nodes": 1, "gpus": 1, "gpu": "h100"}
 
 
+@pytest.mark.slow
 def test_the_advice_frees_as_much_as_was_wanted(composed: Composed, overrides: list[str]) -> None:
     """By the plan itself, of the settings that it names: the smallest step that does, and as many rows a step."""
     settings = of_a_plan(composed(*overrides, "trainer.batch_size=12", "trainer.accumulate=1"))

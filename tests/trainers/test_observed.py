@@ -279,6 +279,7 @@ def traced(target: Target, folder: Path, steps: int, trace: Trace | None) -> dic
     return arm.drafter.state_dict()
 
 
+@pytest.mark.slow
 def test_a_trace_names_the_parts_of_the_steps_that_it_holds(target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain = traced(target, tmp_path / "plain", 5, None)
     same = traced(target, tmp_path / "a", 5, Trace(tmp_path / "a", 2))

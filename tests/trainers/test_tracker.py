@@ -187,6 +187,7 @@ def rows_of(settings: dict[str, Any]) -> Any:
     return open_source(settings["data"], target_of(settings), length=64, seed=0).packed
 
 
+@pytest.mark.slow
 def test_arms_are_a_group(tmp_path: Path) -> None:
     settings = {"head": {"name": "medusa"}, "loss": {"terms": {"tv": 1.0}}}
     trackers = []

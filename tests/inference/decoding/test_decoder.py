@@ -98,6 +98,7 @@ def test_who_serves(like_a_gpu: None, engines: list[Any], alone: list[Any], monk
         Decoder(target).generate([], new_tokens=4)
 
 
+@pytest.mark.slow
 def test_an_engine_is_kept_and_grows_rarely(like_a_gpu: None, engines: list[weakref.ref[Engine]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder, "LEAST", 32)
     one = Decoder(TARGET(), drafter(), {ALONE: TREE, MANY: CHAIN})

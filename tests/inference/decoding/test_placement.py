@@ -101,6 +101,7 @@ def eagerly() -> Iterator[None]:
     torch.compiler.set_stance("default")
 
 
+@pytest.mark.slow
 def test_a_quantised_target(eagerly: None, tmp_path: Path) -> None:
     """BitNet, the one kind that transformers computes on a CPU by itself: ternary weights, activations of 8 bits."""
     folder = save_target(tmp_path / "target")

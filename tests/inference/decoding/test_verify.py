@@ -185,6 +185,7 @@ def test_exact_under_warping(rule: str, policy: TreePolicy, warp: dict[str, floa
     assert variation(pair("alike", 2, vocab(rule, policy), 3), policy, SamplingParams(rule=rule, **warp)) < 1e-9
 
 
+@pytest.mark.slow
 def test_exact_on_larger_vocabulary() -> None:
     for rule in RULES:
         assert variation(pair("random", 5, 6, 2), TreePolicy("chain", depth=2), SamplingParams(1.0, rule=rule)) < 1e-9

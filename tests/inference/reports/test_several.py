@@ -103,12 +103,14 @@ def test_each_says_what_it_says_alone() -> None:
     assert report.lossless and report.differing_prompts == 0
 
 
+@pytest.mark.slow
 def test_sides_take_turns_at_going_first() -> None:
     _, calls, _ = measured()
     cold = [c[0] for c in calls if c[1] == 2 and c[3][0].sampling.temperature == 0]
     assert cold == [False, True] + [False, True] + [True, False], "first calls, then batch by batch"
 
 
+@pytest.mark.slow
 def test_of_an_auto_policy_it_is_what_auto_chose() -> None:
     auto = dataclasses.replace(TREE, kind="auto", depth=2)
     report = make_report(TARGET(), drafter(), ASKED[:2], auto, SamplingParams(), new_tokens=NEW, sequences=[2])
