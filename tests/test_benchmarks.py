@@ -292,7 +292,7 @@ def test_what_is_drawn_is_compared_with_what_is_exact(monkeypatch: pytest.Monkey
     monkeypatch.setattr(auto, "clock_of", lambda target: lambda: next(ticks) / 1000)  # else the machine's speed would choose other samples
     found = exactness.sampled(target, drafter, [prompt], 100)
     assert found["samples_that_differ_when_repeated"] == 0 and min(found["p_value"]["alone"] + found["p_value"]["batched"]) > 0.01
-    monkeypatch.setattr(exactness, "SamplingParams", lambda temperature, **how: SamplingParams(temperature=4.0, **how))
+    monkeypatch.setattr(exactness, "SamplingParams", lambda temperature, **how: SamplingParams(temperature=0.2, **how))
     wrong = exactness.sampled(target, drafter, [prompt], 100)
     assert max(wrong["p_value"]["alone"] + wrong["p_value"]["batched"]) < 0.01
 
