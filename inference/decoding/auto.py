@@ -27,7 +27,6 @@ from headstart.inference.decoding.policy import TreePolicy, costs_as, shapes_of
 from headstart.inference.decoding.propose import Drafting, Proposer
 from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams, heat_of
 from headstart.inference.decoding.target import Target
-from headstart.inference.decoding.tree import depths_of
 
 # Constants of the prior, chosen by simulating many acceptance rates and costs, of good and bad drafters alike.
 PRIOR, WEIGHT = [0.65], 2.0  # acceptance rate by depth where it was never measured, and the weight of this prior, in guesses
@@ -101,8 +100,10 @@ class Past:
         """Record a round, of a chain or of a tree: see ``AcceptanceByDepth.learn``."""
         (self.chain if chain else self.tree).learn(asked, accepted)
 
-    def see(self, shape: TreePolicy | None, tokens: Sequence[int], parents: Sequence[int], accepted: Sequence[int]) -> None:
-        """``learn`` from a round's shape (None: no guesses) and tree, as in ``Guesses``. ``accepted``: the guesses that were right."""
+    def see(self, shape: TreePolicy | None, deepest: int, tokens: Sequence[int], parents: Sequence[int], accepted: Sequence[int]) -> None:
+        """``learn`` from a round's shape (None: no guesses) and its tree: its depth, and tokens and parents as in ``Guesses``.
+        ``accepted``: the guesses that were right.
+        """
         if shape is None:
             self.chain.fade()
             self.tree.fade()
@@ -114,7 +115,7 @@ class Past:
                 here = parents.index(here)
                 firsts.append(tokens[here])
             straight = sum(accumulate((a == b for a, b in zip(firsts, accepted, strict=False)), mul))
-            self.chain.learn(max(depths_of(parents)), straight)
+            self.chain.learn(deepest, straight)
 
     def taus(self, shapes: Sequence[TreePolicy], prior: Sequence[float] = ()) -> list[float]:
         """tau: the tokens that a round of each shape is expected to emit."""

@@ -174,7 +174,8 @@ def run(sequence: SequenceState, proposer: Proposer | None, policy: TreePolicy |
         accepted = rows_R[1:].tolist() if len(kept) > 1 else []
         sequence.add([*accepted, token], chosen, tree, len(accepted))
         if auto is not None:
-            past.see(shape, tree.tokens_BN[0].tolist(), tree.parents_BN[0].tolist(), accepted)
+            guesses, parents = (x[0].tolist() if len(tree) else [] for x in (tree.tokens_BN, tree.parents_BN))
+            past.see(shape, tree.deepest, guesses, parents, accepted)
     result.seconds = time.perf_counter() - start
     return result
 

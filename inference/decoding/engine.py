@@ -223,7 +223,7 @@ class Engine:
             if likely is not None:
                 row.logprobs += [told_of(each, row.likely) for each in likely[b][: len(taken)]] if row.likely is not None else []
             if self.auto:
-                row.past.see(policy, guesses, parents, tokens[:count])
+                row.past.see(policy, row.asked[-1], guesses, parents, tokens[:count])
             self._settle(row)
             emitted.append(row)
         return emitted

@@ -68,17 +68,16 @@ def key_of(setting: str | None) -> str | None:
     """
     if setting is None:
         return None
-    key = os.environ.get(setting)
+    key, held = os.environ.get(setting), b""
     try:
         if key is None and Path(setting).is_file():
             with Path(setting).open("rb") as file:
-                key = file.read(LONGEST_KEY + 1).decode()
-            if len(key) > LONGEST_KEY:
-                raise UserError(f"api_key: the file it names has more than {LONGEST_KEY} bytes: it must hold nothing but the key")
-    except UserError:
-        raise
+                held = file.read(LONGEST_KEY + 1)
+            key = held[:LONGEST_KEY].decode()
     except (OSError, ValueError) as error:
         raise UserError(f"api_key: the file cannot be read ({type(error).__name__})") from None
+    if len(held) > LONGEST_KEY:
+        raise UserError(f"api_key: the file it names has more than {LONGEST_KEY} bytes: it must hold nothing but the key")
     if key is None:
         raise UserError("api_key must name an environment variable or a file that holds the key (not be the key itself): there is neither")
     if not re.fullmatch(r"[\x21-\x7e]+", key.strip()):

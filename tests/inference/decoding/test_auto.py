@@ -198,9 +198,9 @@ def test_both_paths_learn_the_same_from_trees(temperature: float, measured: Any,
 def test_a_tree_tells_what_its_first_children_would_have_got() -> None:
     """0, 2 and then 5, the second child of 2, were right. Place 6 is empty."""
     past, parents, tokens = Past(), [-1, -1, 0, 0, 2, 2, -2], [7, 8, 9, 6, 5, 4, 0]
-    past.see(TreePolicy(depth=4, nodes=7), tokens, parents, [7, 9, 4])
+    past.see(TreePolicy(depth=4, nodes=7), 3, tokens, parents, [7, 9, 4])
     assert past.tree == AcceptanceByDepth([1, 1, 1, 0], [1, 1, 1, 1]) and past.chain == AcceptanceByDepth([1, 1, 0], [1, 1, 1])
-    past.see(None, [], [], [])
+    past.see(None, 0, [], [], [])
     assert past.chain.seen == [auto.FADE] * 3
 
 
