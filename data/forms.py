@@ -92,14 +92,14 @@ def talk_of(row: dict[str, Any], columns: Sequence[str] = ()) -> tuple[Messages,
     for message, call, said in zip(messages, calls, given, strict=True):
         if call and message["role"] != "assistant":
             raise BadRow(f"tool calls of {message['role']}: only an assistant calls tools")
-        more: dict[str, Any] = {"tool_calls": call} if call else {}
-        if message["role"] == "assistant" and (thought := next((text_of(said[key]) for key in THOUGHTS if said.get(key)), "").strip()):
-            more["reasoning_content"] = thought
         if (weight := said.get("weight")) not in (None, 0, 1):
             raise BadRow(f"the weight of a message is 0 or 1, found {weight!r:.60}")
-        more |= {"weight": 0} if message["role"] == "assistant" and weight == 0 else {}
-        more |= {key: said[key] for key in ("name", "tool_call_id") if message["role"] == "tool" and isinstance(said.get(key), str)}
-        message |= more
+        if message["role"] == "assistant":
+            thought = next((text_of(said[key]) for key in THOUGHTS if said.get(key)), "").strip()
+            more = {"tool_calls": call, "reasoning_content": thought, "weight": 0 if weight == 0 else None}
+            message |= {key: value for key, value in more.items() if value not in ([], "", None)}
+        elif message["role"] == "tool":
+            message |= {key: said[key] for key in ("name", "tool_call_id") if isinstance(said.get(key), str)}
     return messages, tools
 
 

@@ -75,14 +75,16 @@ def read_index(folder: Folder, name: str = NAME) -> Index:
 def _check_files(index: Index, path: str) -> None:
     files = index.get("files")
     kinds = {"name": str, "rows": int, "bytes": int, "sha256": str} | ({"final": int} if index.get("final", ALL) == SUPERVISED else {})
-    if not isinstance(files, list) or not all(
-        isinstance(f, dict)
-        and all(type(f.get(k)) is kind for k, kind in kinds.items())
-        and (f["name"] == HELD_OUT or SHARD.fullmatch(f["name"]))
-        and isinstance(f.get("errors", {}), dict)
-        and all(type(error) is float and error >= 0 for error in f.get("errors", {}).values())
-        for f in files
-    ):
+
+    def well_formed(file: Any) -> bool:
+        if not isinstance(file, dict) or any(type(file.get(key)) is not kind for key, kind in kinds.items()):
+            return False
+        errors = file.get("errors", {})
+        if not isinstance(errors, dict) or any(type(error) is not float or error < 0 for error in errors.values()):
+            return False
+        return file["name"] == HELD_OUT or SHARD.fullmatch(file["name"]) is not None
+
+    if not isinstance(files, list) or not all(map(well_formed, files)):
         raise UserError(f"{path}: files is missing or malformed")
     numbers = [number_of(index, file) for file in files]
     if numbers != sorted({*numbers}) or any(n >= files_in_all(index) for n in numbers):

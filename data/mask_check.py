@@ -51,12 +51,11 @@ def _fault(tokenizer: Any, messages: Messages, document: Document, last: bool) -
         own += [_squeeze(part) for call in calls for part in (call["name"], *_spelled(call["arguments"]))]
         thought = next((message[field] for field in THOUGHTS if message.get(field)), "")
         answer = message["content"] if contents[i] in whole else answer_of(message["content"])
+        others = contents[:i] + contents[i + 1 :]
         for text, must in ((answer, not calls), (thought, False)):  # templates may drop a thought, or a text with a call
-            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-            ways = [_squeeze(text), _squeeze(text).removeprefix("<think>"), _squeeze(tokenizer.decode(ids))]  # the last: as normalized
-            words = next((words for words in ways if any(words in run for run in said)), None)
-            others = contents[:i] + contents[i + 1 :]  # a thought that is left out here may still occur in another message
-            if words is None and (must or any(len(x) >= SHORT and whole.count(x) > sum(o.count(x) for o in others) for x in ways)):
+            ways = _ways(tokenizer, text)
+            words = next((way for way in ways if any(way in run for run in said)), None)
+            if words is None and (must or any(_occurs_here(way, whole, others) for way in ways)):
                 return f"shifted: message {i + 1} (assistant) is not all supervised"
             own += [words or "", *map(_squeeze, _THINKING.split(text))]
         if i and _asks(tokenizer, messages[:i], document):
@@ -66,6 +65,17 @@ def _fault(tokenizer: Any, messages: Messages, document: Document, last: bool) -
         if message["role"] != "assistant" and len(contents[i]) >= SHORT and contents[i] in rest:
             return f"shifted: message {i + 1} ({message['role']}) is supervised"
     return None
+
+
+def _ways(tokenizer: Any, text: str) -> list[str]:
+    """The ways in which a rendered conversation may have a text: whole, behind an opening mark of the prompt, normalized."""
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return [_squeeze(text), _squeeze(text).removeprefix("<think>"), _squeeze(tokenizer.decode(ids))]
+
+
+def _occurs_here(text: str, whole: str, others: Sequence[str]) -> bool:
+    """Whether the conversation has a text more often than the other messages have it: a thought left out here may occur in those."""
+    return len(text) >= SHORT and whole.count(text) > sum(other.count(text) for other in others)
 
 
 def _without(text: str, parts: Collection[str]) -> str:

@@ -156,26 +156,7 @@ def _untagged(tokenizer: Any, messages: Messages, tools: Tools, added: tuple[str
     for i, message in enumerate(messages):
         if message["role"] != "assistant" or not (answer_of(message["content"]) or message.get("tool_calls")):
             continue
-        asked = render(tokenizer, messages[:i], ask=True, tools=tools) if i else ""
-        told = render(tokenizer, messages[: i + 1], tools=tools)
-        place = _added(full, asked, told) if i else None
-        before = render(tokenizer, messages[:i], tools=tools) if i and place is None else ""
-        begins = i > 0 and full.startswith(asked)
-        if place is None and message.get("tool_calls"):
-            # Templates may write tool calls without the thought that the generation prompt opens, or drop a text message in front of them.
-            header = asked[len(before) :]
-            place = _added(full, begun := BEGUN.sub("", asked), told) or (
-                _added(full, begun, begun + told.rpartition(header)[2]) if header else None
-            )
-        elif place is None:
-            if begins or full.startswith(before):
-                since = len(asked if begins else before)
-            else:  # earlier messages are rendered differently once more follow (a system prompt may move to the last question)
-                question = messages[i - 1]["content"].strip()
-                since = full.find(question, passed) + len(question) if question in full[passed:] else len(full)
-            place = _find(full, since, message["content"], told, added)
-            if place and begins:
-                place = len(asked), place[1]
+        place = _place(tokenizer, messages, i, tools, added, full, passed)
         if place is None:
             raise BadRow(
                 f"the chat template does not show where message {i + 1} (assistant) begins and ends: it writes messages otherwise once "
@@ -187,6 +168,32 @@ def _untagged(tokenizer: Any, messages: Messages, tools: Tools, added: tuple[str
             # The target stops at its end-of-turn token. The template writes the white space after it, so the span leaves that out.
             spans.append((place[0], place[0] + len(full[slice(*place)].rstrip())))
     return full, spans
+
+
+def _place(
+    tokenizer: Any, messages: Messages, i: int, tools: Tools, added: tuple[str, ...], full: str, passed: int
+) -> tuple[int, int] | None:
+    """The (start, end) of answer ``i`` in ``full``, which stands behind character ``passed``; None if the template does not show it."""
+    content, asked, before = messages[i]["content"], "", ""
+    told = render(tokenizer, messages[: i + 1], tools=tools)
+    if i:
+        asked = render(tokenizer, messages[:i], ask=True, tools=tools)
+        if place := _added(full, asked, told):
+            return place
+        before = render(tokenizer, messages[:i], tools=tools)
+    if messages[i].get("tool_calls"):
+        # Templates may write tool calls without the thought that the generation prompt opens, or drop a text message in front of them.
+        begun, header = BEGUN.sub("", asked), asked[len(before) :]
+        return _added(full, begun, told) or (_added(full, begun, begun + told.rpartition(header)[2]) if header else None)
+    if i and full.startswith(asked):
+        place = _find(full, len(asked), content, told, added)
+        return place and (len(asked), place[1])
+    if full.startswith(before):
+        return _find(full, len(before), content, told, added)
+    # earlier messages are rendered differently once more follow (a system prompt may move to the last question)
+    question = messages[i - 1]["content"].strip()
+    at = full.find(question, passed)
+    return None if at < 0 else _find(full, at + len(question), content, told, added)
 
 
 def _added(full: str, asked: str, told: str) -> tuple[int, int] | None:

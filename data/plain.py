@@ -84,19 +84,23 @@ def prompts(groups: Groups, count: int, seed: int, tokenizer: Any, tokens: int, 
             places[group] = places.get(group, []) + here
     order = list(groups)
     rng.shuffle(order)
-    found: list[dict[str, str]] = []
     used: set[tuple[str, int]] = set()
-    while len(found) < count and any(places.values()):
-        for group in order:
-            while places[group] and len(found) < count:
-                name, start = place = places[group].pop()
-                # 16 characters for each token: more than the tokens of any tokenizer have on average
-                text = texts[name][start : start + 16 * tokens]
-                ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:tokens]
-                if place in used or len(ids) < tokens:
-                    continue
+
+    def next_of(group: str) -> dict[str, str] | None:
+        while places[group]:
+            name, start = place = places[group].pop()
+            # 16 characters for each token: more than the tokens of any tokenizer have on average
+            text = texts[name][start : start + 16 * tokens]
+            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:tokens]
+            if place not in used and len(ids) == tokens:
                 used.add(place)
                 line = texts[name].count("\n", 0, start) + 1
-                found.append({"id": f"{name}:{line}", "text": tokenizer.decode(ids).rstrip("\ufffd")})
-                break
+                return {"id": f"{name}:{line}", "text": tokenizer.decode(ids).rstrip("\ufffd")}
+        return None
+
+    found: list[dict[str, str]] = []
+    while len(found) < count and any(places.values()):
+        for group in order:
+            if len(found) < count and (prompt := next_of(group)):
+                found.append(prompt)
     return found

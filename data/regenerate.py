@@ -14,7 +14,7 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -114,7 +114,7 @@ def _endpoint(config: dict[str, Any], sampling: SamplingParams) -> Answers:
 def main(config: dict[str, Any]) -> None:
     """Run the command. ``config``: the settings of conf/regenerate.yaml. Raises UserError that names a wrong setting, file or line."""
     module, given = check(config)
-    url, out, data = config["url"], file_path(config["out"], "out"), config["data"]["name"]
+    url, out = config["url"], file_path(config["out"], "out")
     sampling = SamplingParams(**{k: config[k] for k in ("temperature", "top_p", "top_k")})
 
     target = None if url is not None else open_target(config["target"], to_decode=True)
@@ -125,21 +125,10 @@ def main(config: dict[str, Any]) -> None:
         tokenizer = module.with_template(tokenizer, template)
     items = questions(module, given, tokenizer, **{k: config[k] for k in ("prefix", "new_tokens", "seed", "limit")})
 
-    answers = _endpoint(config, sampling) if target is None else _engine(config, target, sampling)
-    try:
-        if target is None:
-            by: dict[str, Any] = {"model": answers.name}
-        else:
-            by = {"weights": target.fingerprint["weights"][:16], "dtype": str(target.dtype).removeprefix("torch.")}
-            if config["temperature"] > 0:  # at 0 a drafter does not change the answers
-                by["drafted"] = config["speculator"] is not None
-        kind = {k: config[k] for k in (["prefix"] if hasattr(module, "texts") else ["turns"])}
-        settings = {"target": config["target"]["name"], **by, "tokenizer": vocabulary(tokenizer), "data": data, **kind}
-        settings |= {k: config[k] for k in ("temperature", "top_p", "top_k", "seed", "new_tokens")}
+    with closing(_endpoint(config, sampling) if target is None else _engine(config, target, sampling)) as answers:
+        settings = _settings(config, answers, target, tokenizer, by_prefix=hasattr(module, "texts"))
         settings["template"] = hashlib.sha256(template_of(tokenizer).encode()).hexdigest() if template else None  # None: its own
-        settings |= {"capacity": config["max_length"]}  # the key in existing files
-        book = JsonlWriter(out, settings, {item.number: item.of for item in items})
-        try:
+        with closing(JsonlWriter(out, settings, {item.number: item.of for item in items})) as book:
             earlier = book.count
             if book.last == items[-1].number:
                 print(f"{out}: done already, {book.count} lines")
@@ -147,12 +136,21 @@ def main(config: dict[str, Any]) -> None:
                 check_fit(items, tokenizer, config, answers)
                 summary = run(items, _talk(config, tokenizer, answers), answers, book, config["seed"], config["sequences"])
                 print(f"{out}: {book.count} lines ({earlier} of them from before); {summary}")
-        finally:
-            book.close()
-    finally:
-        answers.close()
     if not book.count:
         raise UserError(f"{out}: nothing was made of {len(items)} lines: see above why")
+
+
+def _settings(config: dict[str, Any], answers: Answers, target: Any, tokenizer: Any, by_prefix: bool) -> dict[str, Any]:
+    """The settings that the answers depend on: a file with others is not continued."""
+    if target is None:
+        by: dict[str, Any] = {"model": answers.name}
+    else:
+        by = {"weights": target.fingerprint["weights"][:16], "dtype": str(target.dtype).removeprefix("torch.")}
+        if config["temperature"] > 0:  # at 0 a drafter does not change the answers
+            by["drafted"] = config["speculator"] is not None
+    kept = ("prefix" if by_prefix else "turns", "temperature", "top_p", "top_k", "seed", "new_tokens")
+    about = {"target": config["target"]["name"], **by, "tokenizer": vocabulary(tokenizer), "data": config["data"]["name"]}
+    return {**about, **{k: config[k] for k in kept}, "capacity": config["max_length"]}  # "capacity": the key in existing files
 
 
 def check(config: dict[str, Any]) -> tuple[ModuleType, dict[str, Any]]:

@@ -35,7 +35,8 @@ def main(words: Sequence[str]) -> None:
             what = "there is no such folder" if not run.is_dir() else "it has no report.json, and no arm in it has one"
             raise UserError(f"{run}: {what}; give the folder of a finished run")
         name = run.resolve().name if alone else str(run)
-        found |= {"/".join(filter(None, (name if len(runs) > 1 else "", arm))) or name: folder for arm, folder in folders.items()}
+        for arm, folder in folders.items():
+            found[f"{name}/{arm}" if arm and len(runs) > 1 else arm or name] = folder
     out = Path(outs[0]) if outs else runs[0].parent / joined(["compare", "+".join(part(run.resolve().name) for run in runs)])
     compare_folders(found, {}, out)
 

@@ -107,12 +107,9 @@ def explained(error: ValidationError, model: type[BaseModel], config: Mapping[st
     others = [each for each in errors if each["type"] != "missing"]
     if any(each["loc"] == ("data", "path") for each in others):  # its shorthand is wrong in the same way
         others = [each for each in others if each["loc"] != ("path",)]
-    if len(others) > 1:  # ``out`` may be wrong only because another wrong value is in its name
-        others = [
-            each
-            for each in others
-            if each["loc"] != ("out",) or not any(str(x["input"]) in str(each["input"]) for x in others if x != each)
-        ]
+    wrong = [str(each["input"]) for each in others if each["loc"] != ("out",)]
+    if any(each["loc"] == ("out",) and any(value in str(each["input"]) for value in wrong) for each in others):
+        others = [each for each in others if each["loc"] != ("out",)]  # wrong only because another wrong value is in its name
     return list(dict.fromkeys([*([absent(missing)] if missing else []), *(_line(each, model, config) for each in others)]))
 
 

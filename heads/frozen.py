@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headstart.heads import native
+from headstart.heads import native, native_layers
 from headstart.heads.memory import Memory
 from headstart.heads.orders import is_packed
 from headstart.heads.prepack import JOINT, joint
@@ -164,9 +164,9 @@ class _Behind:
         return self.down(F.silu(gate).mul_(up), x)
 
 
-def _native(before: _Before, behind: _Behind, sizes: tuple[int, int, int]) -> native.Layers | None:
+def _native(before: _Before, behind: _Behind, sizes: tuple[int, int, int]) -> native_layers.Layers | None:
     """The same layer in C++; None where it cannot be."""
     if len(before.parts) != 1 or len(behind.parts) != 1:
         return None
     products = [before.parts[0], behind.out, behind.parts[0], behind.down]
-    return native.layer(before.norms, products, (before.q_norm, before.k_norm), behind.norm, sizes)
+    return native_layers.layer(before.norms, products, (before.q_norm, before.k_norm), behind.norm, sizes)

@@ -60,8 +60,8 @@ def check_arguments(name: str, arguments: Mapping[str, Any]) -> type[Drafter]:
     for key, value in arguments_of_now(name, arguments).items():
         if key not in accepted:
             raise UserError(f"head {name!r} has no setting {key!r}: it has {', '.join(sorted(accepted)) or 'none'}")
-        kinds = next((hints[key] for c in cls.__mro__ if key in (hints := get_type_hints(vars(c).get("__init__", object)))), Any)
-        kinds = get_args(kinds) if isinstance(kinds, UnionType) else (kinds,)
+        declared = _declared(cls, key)
+        kinds = get_args(declared) if isinstance(declared, UnionType) else (declared,)
         least = 0 if key == "mask_token" else 1
         if not any(_is(value, kind, least) for kind in kinds):
             wanted = " or ".join(WORDS.get(get_origin(kind) or kind, str(kind)) for kind in kinds).format(least)
@@ -69,6 +69,15 @@ def check_arguments(name: str, arguments: Mapping[str, Any]) -> type[Drafter]:
         if key in ("block", "depth") and value > MOST:  # of which there are no tensors
             raise UserError(f"head.{key} must be at most {MOST}, found {value}: larger ones are refused when the saved folder is read")
     return cls
+
+
+def _declared(cls: type[Drafter], key: str) -> Any:
+    """The type of a setting, as the nearest constructor that names it declares it."""
+    for c in cls.__mro__:
+        hints = get_type_hints(vars(c).get("__init__", object))
+        if key in hints:
+            return hints[key]
+    return Any
 
 
 def build(name: str, shape: TargetShape, **arguments: Any) -> Drafter:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headstart.heads import frozen, native
+from headstart.heads import frozen, native_layers
 from headstart.heads.kernels.launch import DTYPES, launches
 from headstart.heads.kinds import kinds_of
 from headstart.heads.layers import Rope
@@ -46,7 +46,7 @@ class Lean:
 
     def __init__(self, decoder: Any, layers: list[frozen.Layer], rope: Rope, heads: tuple[int, int, int]) -> None:
         self.embedding, self.layers, self.rope = decoder.embed_tokens, layers, rope
-        self.native = native.Layers.joined([layer.native for layer in layers])
+        self.native = native_layers.Layers.joined([layer.native for layer in layers])
         self.norm: frozen.Normed = nn.Identity() if isinstance(decoder.norm, nn.Identity) else frozen.normed(decoder.norm)
         self.memory_dtype = memory_dtype(self.embedding.weight.dtype, *heads)
 

@@ -51,11 +51,15 @@ def own_modules(model: Any, wanted: Mapping[str, Tensor], count: int) -> list[di
 
 def _sources(files: Mapping[str, Path], layers: int) -> list[dict[str, str]]:
     """For each module that the files hold: our tensor name -> the file's tensor name."""
-    behind = {int(m[2]): m[1] for n in files if (m := re.match(r"(.*\blayers\.(\d+)\.)eh_proj\.weight$", n)) and int(m[2]) >= layers}
+
+    def matches(pattern: str) -> list[re.Match[str]]:
+        return [m for name in files if (m := re.match(pattern, name))]
+
+    behind = {int(m[2]): m[1] for m in matches(r"(.*\blayers\.(\d+)\.)eh_proj\.weight$") if int(m[2]) >= layers}
     heads = [(BEHIND, place, place) for _, place in sorted(behind.items())]
     if not heads:
-        for place in [m[1] for n in files if (m := re.match(r"((?:.*\.)?mtp\.)fc\.weight$", n))]:
-            numbers = {int(m[1]) for n in files if (m := re.match(rf"{re.escape(place)}layers\.(\d+)\.", n))}
+        for place in [m[1] for m in matches(r"((?:.*\.)?mtp\.)fc\.weight$")]:
+            numbers = {int(m[1]) for m in matches(rf"{re.escape(place)}layers\.(\d+)\.")}
             heads += [(INSIDE, place, f"{place}layers.{i}.") for i in sorted(numbers)]
     found = []
     for parts, place, layer in heads:

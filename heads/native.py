@@ -1,7 +1,8 @@
-"""Products and decoder layers of few rows on a CPU, in C++ (heads/native.cpp), which is compiled for this processor when first needed.
+"""Products of few rows on a CPU, in C++ (heads/native.cpp), which is compiled for this processor when first needed.
 
 Compiling takes a C++ compiler (g++) and some seconds, once: the library is kept in the cache folder. Where there is no compiler, or it
-fails, torch's operations are used, and the log says so once. (The library also has training's attention: heads/native_flash.py.)
+fails, torch's operations are used, and the log says so once. (The library also has whole decoder layers:
+heads/native_layers.py, and training's attention: heads/native_flash.py.)
 
 Shape suffixes: B batch, N rows of any kind, V rows of a matrix, H its columns (the width of an input), d head size.
 """
@@ -17,19 +18,16 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from headstart.heads.errors import UserError
 from headstart.heads.files import cache_folder
-
-if TYPE_CHECKING:
-    from headstart.heads.memory import Room
 
 log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("native.cpp")
@@ -38,7 +36,6 @@ SECONDS = 120  # time limit of the compiler
 PANEL, PAIRS = 16, 4  # V must be a multiple of the first, H of the second
 DTYPES, HALF = {torch.float32: "fp32", torch.bfloat16: "bf16"}, "half"
 POINTER, LONG, DOUBLE = ctypes.c_void_p, ctypes.c_long, ctypes.c_double
-MANY = 2  # most inputs of a layer, which are read side by side
 
 
 class Unavailable(Exception):
@@ -168,7 +165,7 @@ def pack(weight_VH: Tensor) -> Tensor:
     return weight_VH.reshape(V // PANEL, PANEL, H // 2, 2).transpose(1, 2).contiguous().view(V // PANEL, H, PANEL)
 
 
-def _name(packed: Tensor) -> str:
+def name_of(packed: Tensor) -> str:
     """The last part of the names of the C++ functions for this matrix."""
     return DTYPES[packed.dtype] if packed.shape[2] == PANEL else HALF
 
@@ -183,7 +180,7 @@ def linear(x: Tensor, packed: Tensor, bias_V: Tensor | None = None) -> Tensor:
 def _multiply(found: Any, x: Tensor, packed: Tensor, bias_V: Tensor | None) -> Tensor:
     V, H = packed.shape[0] * PANEL, packed.shape[1]
     out = x.new_empty(*x.shape[:-1], V)
-    multiply = getattr(found, f"linear_{_name(packed)}")
+    multiply = getattr(found, f"linear_{name_of(packed)}")
     bias = None if bias_V is None else bias_V.data_ptr()
     multiply(x.data_ptr(), packed.data_ptr(), bias, out.data_ptr(), x.numel() // H, V, H, torch.get_num_threads())
     return out
@@ -195,106 +192,3 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out, size = torch.empty_like(x), weight.numel()
     getattr(library(), f"norm_{DTYPES[x.dtype]}")(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // size, size, eps)
     return out
-
-
-# Layers --------------------------------------------------------------------------------------------------------------
-
-
-class _Layer(ctypes.Structure):
-    """``Layer`` of heads/native.cpp."""
-
-    _fields_ = [
-        ("norms", POINTER * MANY),
-        *((name, POINTER) for name in ("qkv", "qkv_bias", "q_norm", "k_norm", "out", "out_bias")),
-        *((name, POINTER) for name in ("norm", "feed", "feed_bias", "down", "down_bias")),
-        *(("eps", DOUBLE * MANY), ("head_eps", DOUBLE), ("eps_after", DOUBLE)),
-        *((name, LONG) for name in ("inputs", "hidden", "heads", "kv_heads", "head_dim", "mlp")),
-    ]
-
-
-class _Call(ctypes.Structure):
-    """``Call`` of heads/native.cpp."""
-
-    _fields_ = [
-        ("inputs", POINTER * MANY),
-        *((name, POINTER) for name in ("residual", "cos", "sin", "bias", "keys", "values", "to", "starts")),
-        *((name, LONG) for name in ("layers", "batch", "rows", "start", "first", "seen", "slots", "bias_row", "bias_batch")),
-        *((name, LONG) for name in ("cos_wide", "memory_wide", "threads")),
-    ]
-
-
-class Layers:
-    """Decoder layers in a row, each of which reads the output of the one before, as one call."""
-
-    def __init__(self, abouts: list[_Layer], kept: list[Tensor], name: str) -> None:
-        """``kept``: the tensors that ``abouts`` points to. ``name``: see ``_name``."""
-        self.abouts, self.kept, self.name, self.count = abouts, kept, name, len(abouts)
-        self.dtype, self.width = kept[0].dtype, abouts[0].hidden
-        self._reads = getattr(library(), f"stack_{name}")
-        self._layers = (POINTER * self.count)(*map(ctypes.addressof, abouts))
-
-    @staticmethod
-    def joined(layers: Sequence[Layers | None]) -> Layers | None:
-        """All these layers as one call. None where one of them is None or has several inputs, or where they differ in kind."""
-        known = [each for each in layers if each is not None]
-        kinds = {(each.name, each.abouts[0].hidden, each.abouts[0].inputs) for each in known}
-        if len(known) < len(layers) or len(kinds) != 1 or known[0].abouts[0].inputs != 1:
-            return None
-        return Layers([about for each in known for about in each.abouts], [x for each in known for x in each.kept], known[0].name)
-
-    def __call__(
-        self, inputs: Sequence[Tensor], cos_sin: tuple[Tensor, Tensor], rooms: Sequence[Room], bias: Tensor | None, residual: Tensor,
-        wanted: Collection[int] = (),
-    ) -> dict[int, Tensor]:  # fmt: skip
-        """Read ``inputs`` and ``residual``, [B, N, D] each. Returns the outputs of the layers ``wanted`` (the first is 0) and of the last
-        one. ``rooms``: for each layer, where the keys and values of the rows are written: the same slots in all layers. ``bias``: the
-        additive mask, [B or 1, 1, N, slots seen], or None. ``cos_sin``: [B or 1, 1, N, d]. Raises RuntimeError for inputs of another width.
-        """
-        if any(x.shape != residual.shape or x.shape[2] != self.width for x in (*inputs, residual)):
-            raise RuntimeError(f"inputs of {[tuple(x.shape) for x in inputs]} for layers that are {self.width} wide")
-        (cos, sin), (keys, _, start, first, stop), B = cos_sin, rooms[0], residual.shape[0]
-        cos, sin = (x if x.shape[0] == B and x.is_contiguous() else x.expand(B, -1, -1, -1).contiguous() for x in (cos, sin))
-        inputs, residual = [x.to(self.dtype).contiguous() for x in inputs], residual.to(self.dtype).contiguous()
-        found = {i: torch.empty_like(residual) for i in {*wanted, self.count - 1}}
-        unwanted, wide = torch.empty_like(residual), torch.float32
-        lists = [room.keys for room in rooms], [room.values for room in rooms], [found.get(i, unwanted) for i in range(self.count)]
-        places = [(POINTER * self.count)(*[x.data_ptr() for x in some]) for some in lists]
-        starts, start = (None, start) if isinstance(start, int) else (start.data_ptr(), 0)
-        by_row, by_sequence = (0, 0) if bias is None else (bias.stride(2), bias.stride(0) if bias.shape[0] > 1 else 0)
-        call = _Call(
-            (POINTER * MANY)(*[x.data_ptr() for x in inputs]), residual.data_ptr(), cos.data_ptr(), sin.data_ptr(),
-            None if bias is None else bias.data_ptr(), *map(ctypes.addressof, places), starts,
-            self.count, B, residual.shape[1], start, first, stop - first, keys.shape[2], by_row, by_sequence,
-            cos.dtype == wide, keys.dtype == wide, torch.get_num_threads(),
-        )  # fmt: skip
-        self._reads(self._layers, ctypes.byref(call))
-        return found
-
-
-def layer(
-    norms: Sequence[Any], products: Sequence[Any], head_norms: Sequence[Any], norm_after: Any, sizes: tuple[int, int, int]
-) -> Layers | None:
-    """A decoder layer in C++; None where it is not of the supported kind. ``norms``: those of the inputs; ``norm_after``: the one before
-    the MLP; like ``head_norms``, each is a ``frozen.Norm`` or an identity. ``products``: four ``frozen.Product``: for queries, keys and
-    values; for the output; for gate and up; for down. ``sizes``: heads, key-value heads, head size.
-    """
-    weights = [each.packed for each in products]
-    if any(w is None or w.dim() != 3 or each.since > 1 for w, each in zip(weights, products, strict=True)):
-        return None
-    (heads, kv_heads, head_dim), mlp, hidden = sizes, weights[3].shape[1], weights[3].shape[0] * PANEL
-    vectors = [*(getattr(norm, "weight", None) for norm in (*norms, *head_norms, norm_after)), *(each.bias for each in products)]
-    kept = [*weights, *(x for x in vectors if x is not None)]
-    alike = len({x.dtype for x in kept}) == 1 and len({w.shape[2] for w in weights}) == 1 and all(x.is_contiguous() for x in kept)
-    shaped = [tuple(w.shape[:2]) for w in weights] == [
-        ((heads + 2 * kv_heads) * head_dim // PANEL, len(norms) * hidden), (hidden // PANEL, heads * head_dim),
-        (2 * mlp // PANEL, hidden), (hidden // PANEL, mlp),
-    ]  # fmt: skip
-    if not alike or not shaped or len(norms) > MANY or mlp % PANEL or head_dim % 2 or heads % kv_heads:
-        return None
-    pointers = [None if x is None else x.data_ptr() for x in vectors]
-    own, (q_norm, k_norm, after), biases = pointers[: len(norms)], pointers[len(norms) : len(norms) + 3], pointers[len(norms) + 3 :]
-    eps = [getattr(norm, "eps", 0.0) for norm in (*norms, head_norms[0], norm_after)]
-    (qkv, out, feed, down), (qkv_bias, out_bias, feed_bias, down_bias) = [w.data_ptr() for w in weights], biases
-    about = _Layer((POINTER * MANY)(*own), qkv, qkv_bias, q_norm, k_norm, out, out_bias, after, feed, feed_bias, down, down_bias,
-                   (DOUBLE * MANY)(*eps[:-2]), *eps[-2:], len(norms), hidden, *sizes, mlp)  # fmt: skip
-    return Layers([about], kept, _name(weights[0]))

@@ -51,17 +51,23 @@ def serving(drafter: Drafter, target: str, folder: str, depth: int, attention: s
     length of the chains that engines draft, limited to the drafter's. ``attention``: the target's implementation, for our own commands.
     """
     fmt = importlib.import_module(f"headstart.heads.formats.{drafter.format}")
-    known: list[Command] = [] if drafter.unserved else fmt.serving(drafter, target, folder, min(depth, drafter.max_depth or depth))
-    shape, kind = drafter.shape, drafter.shape.model_type
+    ours = own(target, folder, attention)
+    if drafter.unserved:
+        return Serving(ours, drafter.unserved)
+    known: list[Command] = fmt.serving(drafter, target, folder, min(depth, drafter.max_depth or depth))
+    if not known:
+        return Serving(ours, fmt.unserved(drafter))
+    kind, rope = drafter.shape.model_type, drafter.shape.rope if hasattr(drafter, "rope") else {}
     found = [command for command in known if serves(command.engine, _asked(command), kind)]
-    why = "" if found else f"none hands the layers of a {kind} target to a drafter" if known else drafter.unserved or fmt.unserved(drafter)
-    if "mscale" in shape.rope and hasattr(drafter, "rope"):
+    if not found:
+        return Serving(ours, f"none hands the layers of a {kind} target to a drafter")
+    if _scaled_otherwise(rope):
+        return Serving(ours, "they ignore the attention_factor of the target's yarn, and would scale queries and keys differently")
+    if "mscale" in rope:
         found = [replace(c, needs=f"{c.needs}; for this rope {MSCALE[c.engine]}") if c.engine in MSCALE else c for c in found]
-    if hasattr(drafter, "rope") and not shape.rope.get("truncate", True):  # gpt-oss's yarn; TensorRT-LLM rounds its bounds all the same
+    if not rope.get("truncate", True):  # gpt-oss's yarn; TensorRT-LLM rounds its bounds all the same
         found = [c for c in found if c.engine != "TensorRT-LLM"]
-    if found and hasattr(drafter, "rope") and _scaled_otherwise(shape.rope):
-        found, why = [], "they ignore the attention_factor of the target's yarn, and would scale queries and keys differently"
-    return Serving(found + own(target, folder, attention), why)
+    return Serving(found + ours, "")
 
 
 def _scaled_otherwise(rope: Mapping[str, Any]) -> bool:

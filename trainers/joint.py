@@ -112,8 +112,7 @@ class Joint(Learner):
         apart = divergence(batch.final_BTD[mask_BT], final_BTD[mask_BT], self.target.ends, self.chunk)
         out.loss_sum = out.loss_sum + self.settings["weight"] * apart
         if figures:
-            self.over = int(mask_BT.sum())
-            self.also = {"target_kl": float(apart.detach()) / max(1, self.over)}
+            out.also["target_kl"] = float(apart.detach()), int(mask_BT.sum())
         return out
 
     def save(self, run: Path, tokenizer: Any) -> Path:

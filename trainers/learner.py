@@ -84,8 +84,6 @@ class Learner(nn.Module):
         self.terms = {name: weight for name, weight in terms.items() if name not in BESIDE}
         self.share = (0, 1)  # (rank, number of processes): which rows of a step this process has
         self.checkpointing = False  # gradient checkpointing of the drafter's depths (heads/unroll.py)
-        self.also: dict[str, float] = {}  # further figures of the last forward, for the curves: means over ``over`` positions
-        self.over = 0
 
     @property
     def trained(self) -> nn.Module:
@@ -175,15 +173,11 @@ class Learner(nn.Module):
 
         out = loss_of(hidden, unembeddings)
         fading = max(0.0, 1 - done / self.base_until) if self.base_until and self.training else 0.0
-        base = self.beside.get("base", 0.0)
-        if fading > 0 or base:
-            if unembeddings[0].correction_VR is None or unembeddings[0].candidates is not None:
-                name = "base_until" if fading > 0 else "terms.base"
-                lacks = "has no correction" if unembeddings[0].correction_VR is None else "learns its backbone by the divergences anyway"
-                raise UserError(f"loss.{name} is for drafters that correct the guesses of a backbone: this one {lacks}")
+        if fading or "base" in self.beside:
+            _check_corrects(unembeddings[0], "base_until" if fading else "terms.base")
             backbone = [u.parts(h)[0] for u, h in zip(unembeddings, hidden, strict=True)]
             plain = loss_of(backbone, [u.uncorrected() for u in unembeddings])
-            out.loss_sum = (1 - fading) * out.loss_sum + (fading + base) * plain.loss_sum
+            out.loss_sum = (1 - fading) * out.loss_sum + (fading + self.beside.get("base", 0.0)) * plain.loss_sum
         self._add_beside(out, drafts, batch, supervised, ask_BA)
         if figures and self.asked > self.depth:  # a deeper guess equals a later root's guess of depth 1
             later = [torch.roll(out.match_KBT[0], -d, dims=-1) & batch.supervised(d + 1) for d in range(self.asked)]
@@ -225,11 +219,18 @@ class Learner(nn.Module):
         seen.walked.add(walked)
         seen.means.add(out)
         by_depths = _acceptance(seen.walked, "train") | seen.means.figures("train")
-        seen.over += self.over
-        for name, mean in self.also.items():
-            seen.also[name] = seen.also.get(name, 0.0) + mean * self.over
-        also = {name: total / max(1, seen.over) for name, total in seen.also.items()}
+        for name, (total, count) in out.also.items():
+            before, over = seen.also.get(name, (0.0, 0))
+            seen.also[name] = before + total, over + count
+        also = {name: total / max(1, count) for name, (total, count) in seen.also.items()}
         return {"expected_length": seen.walked.expected_length, **by_depths, **also}
+
+
+def _check_corrects(unembedding: Unembedding, name: str) -> None:
+    """Raises UserError for ``loss.NAME`` where a drafter does not correct the guesses of a backbone that the loss could teach apart."""
+    lacks = "has no correction" if unembedding.correction_VR is None else "learns its backbone by the divergences anyway"
+    if unembedding.correction_VR is None or unembedding.candidates is not None:
+        raise UserError(f"loss.{name} is for drafters that correct the guesses of a backbone: this one {lacks}")
 
 
 @torch.no_grad()
@@ -287,5 +288,4 @@ class Seen:
 
     walked: Walk = field(default_factory=Walk)
     means: _Means = field(default_factory=_Means)
-    also: dict[str, float] = field(default_factory=dict)  # sums of ``Learner.also`` over ``over`` positions
-    over: int = 0
+    also: dict[str, tuple[float, int]] = field(default_factory=dict)  # as in ``LossOut``

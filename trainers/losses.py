@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +48,7 @@ class LossOut:
     true_KBT: Tensor  # the drafter's probability of the token in the data, 0 where unsupervised
     loss_K: Tensor = field(default_factory=lambda: torch.zeros(0))  # each depth's part of loss_sum: divergences and selector
     plain_K: Tensor = field(default_factory=lambda: torch.zeros(0))  # the same without the weights of the pairs; 0 without figures
+    also: dict[str, tuple[float, int]] = field(default_factory=dict)  # further figures for the curves: sum, and number of positions
 
 
 def fused_loss(
@@ -99,13 +101,13 @@ def fused_loss(
                 sums.judge(part, ends.logits(final_BTD.flatten(0, 1)[part.positions_C]), data_P[part.positions_C])
         return sums.out(at_KP.sum(1).to(device, non_blocking=True), decay)
 
+    sums = partial(_Sums, unembeddings=unembeddings, parts=parts, shape=tokens_BT.shape, ask_BA=ask_BA, by=by)
     if weigh is not None and torch.is_grad_enabled():
         # the weight of a guess depends on the other depths of its root, which lie in other chunks: a first pass without gradients
-        shape, no_terms = tokens_BT.shape, Weights.of({}, constants)
-        looked = walk(_Sums([h.detach() for h in hidden], unembeddings, parts, shape, [], 0.0, weight_KP, True, ask_BA, by, no_terms))
+        looked = walk(sums([h.detach() for h in hidden], terms=[], in_kernel=Weights.of({}, constants), weight_KP=weight_KP))
         weight_KP = weight_KP * weigh(looked.alpha_KBT, looked.true_KBT, supervised_KBT.to(device)).flatten(1)
     in_kernel = None if by == "torch" else Weights.of(terms, constants)
-    return walk(_Sums(hidden, unembeddings, parts, tokens_BT.shape, weighed, selector, weight_KP, figures, ask_BA, by, in_kernel))
+    return walk(sums(hidden, terms=weighed, in_kernel=in_kernel, weight_KP=weight_KP, selector=selector, figures=figures))
 
 
 def _dtype_of(hidden: Tensor) -> torch.dtype:
@@ -118,19 +120,10 @@ class _Sums:
     """Accumulates one pass of ``fused_loss`` over all chunks: the sums, and the gradients of its inputs."""
 
     def __init__(
-        self,
-        hidden: list[Tensor],
-        unembeddings: list[Unembedding],
-        parts: list[Chunk],
-        shape: tuple[int, ...],
-        terms: list[tuple[float, Divergence]],
-        selector: float,
-        weight_KP: Tensor,
-        figures: bool,
-        ask_BA: Tensor | None,
-        by: str,
-        in_kernel: Weights | None,
-    ) -> None:
+        self, hidden: list[Tensor], *, unembeddings: list[Unembedding], parts: list[Chunk], shape: tuple[int, ...],
+        terms: list[tuple[float, Divergence]], in_kernel: Weights | None, weight_KP: Tensor, ask_BA: Tensor | None, by: str,
+        selector: float = 0.0, figures: bool = True,
+    ) -> None:  # fmt: skip
         """``by``: what computes the loss (``terms.kernel_of``); ``in_kernel``: the same terms, as the kernels take them."""
         self.hidden, self.terms, self.weight_KP, self.figures, self.in_kernel = hidden, terms, weight_KP, figures, in_kernel
         self.kernel = None if by == "torch" else importlib.import_module(KERNELS[by])

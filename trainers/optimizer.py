@@ -54,20 +54,25 @@ def open_optimizers(
     embeddings = {id(m.weight) for m in drafter.modules() if isinstance(m, nn.Embedding)}
     heads = {id(b) for d in range(1, (drafter.max_depth or 1) + 1) for b in drafter.unembedding(d).blocks} - embeddings
     scales = {id(getattr(m, name)) for m in drafter.modules() for name in getattr(m, "scales", ())}  # several vectors in one tensor
-    hidden = {id(p) for p in trained if muon and p.ndim == 2} - embeddings - heads - scales  # the matrices that Muon updates
-    rest = [p for p in trained if id(p) not in hidden]
-    vectors = {id(p) for p in rest if p.ndim <= 1} | scales
+
+    def part(p: Tensor) -> str:
+        if p.ndim <= 1 or id(p) in scales:
+            return "vectors"
+        if id(p) in heads:
+            return "heads"
+        return "hidden" if muon and p.ndim == 2 and id(p) not in embeddings else "rest"
+
+    parts = {name: [p for p in trained if part(p) == name] for name in ("rest", "heads", "vectors", "hidden")}
     slow = 0.3 * lr if muon else lr
     groups = [
-        {"params": [p for p in rest if id(p) not in vectors | heads], "lr": lr, "weight_decay": weight_decay},
-        {"params": [p for p in rest if id(p) in heads], "lr": slow, "weight_decay": weight_decay},
-        {"params": [p for p in rest if id(p) in vectors], "lr": slow, "weight_decay": 0.0},
+        {"params": parts["rest"], "lr": lr, "weight_decay": weight_decay},
+        {"params": parts["heads"], "lr": slow, "weight_decay": weight_decay},
+        {"params": parts["vectors"], "lr": slow, "weight_decay": 0.0},
     ]
     found: list[Optimizer] = [torch.optim.AdamW(groups, betas=betas, fused=True)]
-    if hidden:
-        matrices = [p for p in trained if id(p) in hidden]
+    if parts["hidden"]:
         own: dict[str, Any] = {"lr": lr if muon_lr is None else muon_lr, "momentum": momentum, "ns_steps": ns_steps}
-        found.append(Muon(matrices, **own, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
+        found.append(Muon(parts["hidden"], **own, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
     for group in (g for optimizer in found for g in optimizer.param_groups):
         group["peak_lr"] = group["lr"]
     return found

@@ -31,11 +31,11 @@ class Pieces(Parallel):
     def __init__(self, accelerator: Accelerator, learner: Learner, optimizers: Sequence[Optimizer]) -> None:
         super().__init__(accelerator, learner, optimizers)
         rank, world = accelerator.process_index, accelerator.num_processes
-        each = [(o, p) for o, order in enumerate(self.order) for p in order]
-        cut = [not isinstance(optimizers[o], torch.optim.Muon) and p.numel() >= self.LEAST and len(p) >= world for o, p in each]
-        owner = owners([0 if is_cut else p.numel() for (_, p), is_cut in zip(each, cut, strict=True)], world)
-        found = iter([_cut(p, world) if is_cut else [Piece(at, ...)] for (_, p), is_cut, at in zip(each, cut, owner, strict=True)])
-        self.pieces = [[next(found) for _ in order] for order in self.order]
+        cut = {id(p) for optimizer, order in zip(optimizers, self.order, strict=True) for p in order
+               if not isinstance(optimizer, torch.optim.Muon) and p.numel() >= self.LEAST and len(p) >= world}  # fmt: skip
+        whole = [p for order in self.order for p in order if id(p) not in cut]
+        owner = dict(zip(map(id, whole), owners([p.numel() for p in whole], world), strict=True))
+        self.pieces = [[_cut(p, world) if id(p) in cut else [Piece(owner[id(p)], ...)] for p in order] for order in self.order]
         # per optimizer: number of a parameter -> the rows that this process updates, and their piece of the parameter
         self.own: list[dict[int, tuple[Any, nn.Parameter]]] = []
         for order, pieces, optimizer in zip(self.order, self.pieces, optimizers, strict=True):

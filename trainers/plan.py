@@ -159,7 +159,8 @@ def _held(device: str, gpus: int, weights: int, ends: int, layers: int) -> float
 
 def _spread(parallel: Settings, world: int, counted: list[Count]) -> dict[str, float]:
     """Peak bytes per process of drafters, gradients and moments under ``parallel`` (trainers/parallel.py), with ``world`` processes."""
-    weights, moments, gradients = (sum(some) for some in zip(*((c.weights, c.moments, 4.0 * c.trained) for c in counted), strict=True))
+    weights, moments = sum(c.weights for c in counted), sum(c.moments for c in counted)
+    gradients = 4.0 * sum(c.trained for c in counted)
     name, share = parallel["name"], 1 / world
     if name == "deepspeed":  # it updates an fp32 copy of its share of the weights
         held = 0.0 if parallel["offload"] else share

@@ -81,9 +81,11 @@ def fit(
                     progress.numbers(step, _numbers(active, loop.alone), loop.speed)
                 progress.at(step)
                 trace.step()
+                last = step == steps
+                now = {"evaluation": last or step % eval_every == 0,
+                       "decoding": decode_every > 0 and (step % decode_every == 0 or (decode_last and last))}  # fmt: skip
                 for arm in active:
-                    arm.due = ["evaluation"] * (step == steps or step % eval_every == 0)
-                    arm.due += ["decoding"] * (decode_every > 0 and (step % decode_every == 0 or (decode_last and step == steps)))
+                    arm.due = [what for what, due in now.items() if due]
             active, stop = loop.judge(active, held_out, evaluated, interrupt)
             loop.stop_early(active, steps)
             due = stop or cut_off or step == steps or step % save_every == 0

@@ -214,9 +214,14 @@ def auto_of(policy: TreePolicy, target: Target, proposer: Proposer, sampling: Sa
             guesser = None if shape is None else proposer
             generate(target, guesser, prompt, new_tokens=new_tokens, policy=full, sampling=how, stop_ids=(), on_tokens=tick)
         first, *rounds = [b - a for a, b in zip(times[1:], times[2:], strict=False)] or [inf]  # without reading the prompt
-        if rounds:
-            (plain if shape is None else extra).append(_settled(rounds) if shape is None else first - _settled(rounds))
-        return _settled(rounds or [first])
+        if not rounds:
+            return first
+        usual = _settled(rounds)
+        if shape is None:
+            plain.append(usual)
+        else:
+            extra.append(first - usual)
+        return usual
 
     # seconds of plain rounds; seconds by which reading the prompt lengthens the drafter's first round
     now, plain, extra = clock_of(target), list[float](), list[float]()

@@ -187,8 +187,7 @@ class Decoder:
         if max_length > self.max_length:  # doubled, so that texts that grow from call to call need few engines
             shortest, longest = max_length, self.target.turn or self.target.shape.max_positions
             self.max_length = max(min(max(1 << (max_length - 1).bit_length(), LEAST), longest), shortest)
-        room = dict(enumerate(self.trees, start=sequences))  # an engine that has room for each of the trees
-        self.engine = Engine(self.target, self.drafter, sequences=sequences, max_length=self.max_length, plans=room, rule=self.rule)
+        self.engine = Engine(self.target, self.drafter, sequences=sequences, max_length=self.max_length, trees=self.trees, rule=self.rule)
         self.made += 1
 
     @property

@@ -48,18 +48,19 @@ class Engine:
         sequences: int,
         max_length: int,
         plans: Plans | TreePolicy | None = None,
+        trees: Sequence[TreePolicy | None] = (),
         rule: str = "auto",
         graphs: bool | None = None,
     ) -> None:
         plans = plans if isinstance(plans, Mapping) else {sequences: plans}
-        if drafter is None or all(p is None for p in plans.values()):
-            drafter, plans = None, {sequences: None}
+        all_trees = [tree for tree in (*plans.values(), *trees) if tree is not None]
+        if drafter is None or not all_trees:
+            drafter, plans, all_trees = None, {sequences: None}, []
         self.target, self.drafter, self.plans, self.rule, self.max_length = target, drafter, dict(sorted(plans.items())), rule, max_length
-        shapes, self.auto = list[TreePolicy](), False
-        for tree in (p for p in plans.values() if p is not None):
+        for tree in all_trees:
             tree.check(rule)
-            self.auto = self.auto or tree.kind == "auto"
-            shapes += [*shapes_of(tree, rule, 0), *shapes_of(tree, rule, 2)]
+        self.auto = any(tree.kind == "auto" for tree in all_trees)
+        shapes = [shape for tree in all_trees for heat in (0, 2) for shape in shapes_of(tree, rule, heat)]
         self.rounds = Rounds(target, drafter, sequences, max_length, shapes, rule, WAITS if self.auto else 0, graphs)
         self.late = target.device.type == "cuda"
         self.places: list[Row | None] = [None] * sequences
@@ -238,7 +239,7 @@ class Engine:
         follow = self.drafter is not None and (drafts if rows[0].read == 0 else rows[0].follow)
         piece = min(max(len(row.prompt) - row.read for row in rows), CHUNK)
         pieces = [row.prompt[row.read : row.read + piece] for row in rows]
-        ends = [row.prompt[at] if (at := row.read + len(part)) < len(row.prompt) else None for row, part in zip(rows, pieces, strict=True)]
+        ends = [row.prompt[row.read + piece] if row.read + piece < len(row.prompt) else None for row in rows]
         warp = LogitsWarper.over({k: v[[row.place for row in rows]] for k, v in self.rounds.warps.items()}, [row.sampling for row in rows])
         try:
             read, likely = [row.read for row in rows], likely_of(rows)

@@ -278,8 +278,7 @@ def _cut(policy: TreePolicy, plan: Plan | None, levels: list[Level], expanded: l
     q_BXV = torch.cat([x.q_BEV for x in levels], 1)  # type: ignore[misc]
     # Each row's q, where a drawn child of it is kept. A row whose drawn children were all cut counts as having drawn nothing.
     row_BN = torch.where(drawn_BN, parents_BN + 1, kept_BN.shape[1] + 1)
-    source_BR = torch.full_like(row_BN, -1)
-    source_BR = F.pad(source_BR, (0, 2), value=-1).scatter_(1, row_BN, origin_BN)[:, :-1]
+    source_BR = row_BN.new_full((B, kept_BN.shape[1] + 2), -1).scatter_(1, row_BN, origin_BN)[:, :-1]
     b_B1 = torch.arange(B, device=device)[:, None]
     tree.drawn_BN, tree.q_BRV = drawn_BN, q_BXV[b_B1, source_BR.clamp(min=0)] * (source_BR >= 0)[..., None]
     tree.draws = 1 if draw == "top_plus_one" else policy.branch

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -229,7 +228,9 @@ def _made(policy: TreePolicy, device: torch.device) -> Plan:
     levels = [[row for row in rows if len(row) == d] for d in range(policy.depth)]
     branches = [1 + max(p[-1] for p in paths if len(p) == d) for d in range(1, policy.depth + 1)]
     # where each expanded row's children begin in the pool of all levels
-    first = dict(zip(rows, accumulate((branches[len(row)] for row in rows), initial=0), strict=False))
+    first, pool = dict[tuple[int, ...], int](), 0
+    for row in rows:
+        first[row], pool = pool, pool + branches[len(row)]
     start = [first[level[0]] for level in levels]
 
     def tensor(x: list[int]) -> Tensor:

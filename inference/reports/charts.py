@@ -173,7 +173,8 @@ def beside(points: Sequence[Point], names: Sequence[str], within: Box, others: S
         wide = LETTER * len(name)
         ring = [(9.0, 0.0), (-9 - wide, 0.0), (-wide / 2, -15.0), (-wide / 2, 15.0)]
         for far in range(14, 150, 8):
-            ring += [(far * a - wide * (a < 0) - wide / 2 * (a == 0), far * b) for b in (-1, 1, -0.5, 0.5) for a in (0.8, -0.8, 0)]
+            for dy in (-far, far, -far / 2, far / 2):  # right of the point, left of it, above or below it
+                ring += [(0.8 * far, dy), (-0.8 * far - wide, dy), (-wide / 2, dy)]
         boxes = [(dx, dy, (x + dx - 2, y + dy - 7, x + dx + wide + 2, y + dy + 7)) for dx, dy in ring]
         free = (one for one in boxes if inside(one[2], within) and not any(overlap(one[2], other) for other in taken))
         dx, dy, box = next(free, boxes[0])

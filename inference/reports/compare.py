@@ -112,7 +112,12 @@ def differing(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, 
     flat_ = {name: flat(each or {}) for name, each in settings.items()}
     keys = dict.fromkeys(key for each in flat_.values() for key in each)
     found = {key: {name: each[key] for name, each in flat_.items() if key in each} for key in keys}
-    return {key: have for key, have in found.items() if len(have) < len(flat_) or any(v != have[next(iter(have))] for v in have.values())}
+
+    def alike(have: dict[str, Any]) -> bool:
+        first, *others = have.values()
+        return len(have) == len(flat_) and all(other == first for other in others)
+
+    return {key: have for key, have in found.items() if not alike(have)}
 
 
 def flat(settings: Any, prefix: str = "") -> dict[str, Any]:

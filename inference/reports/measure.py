@@ -97,18 +97,9 @@ class Contender:
 
 
 def make_report(
-    target: Target,
-    drafter: Drafter | None,
-    prompts: Sequence[Sequence[int]],
-    policy: TreePolicy,
-    sampling: SamplingParams,
-    *,
-    new_tokens: int,
-    sequences: Sequence[int] = (),
-    proposer: Proposer | None = None,
-    name: str = "",
-    extra: dict[str, Any] | None = None,
-) -> Report:
+    target: Target, drafter: Drafter | None, prompts: Sequence[Sequence[int]], policy: TreePolicy, sampling: SamplingParams, *,
+    new_tokens: int, sequences: Sequence[int] = (), proposer: Proposer | None = None, name: str = "", extra: dict[str, Any] | None = None,
+) -> Report:  # fmt: skip
     """Decode ``prompts`` at temperature 0 and 1, one at a time, then as many at once as each number in ``sequences`` says. ``sampling``
     gives the filters, rule and seed; ``extra`` is added to the report. Raises UserError as ``make_reports`` does.
     """
@@ -195,11 +186,7 @@ class Plain:
 
 def _report(plain: Plain, c: Contender) -> Report:
     target, prompts, said, sampling = plain.target, plain.prompts, plain.said, plain.sampling
-    greedy = [plain.hf, *(made for (_, temperature), made in c.made.items() if temperature == 0)]
-    how: dict[str, Any] = {"new_tokens": plain.new_tokens, "penalty": sampling.repetition_penalty}
-    compared = ([g[i].tokens for g in greedy] + greedy_of(plain.together, i) + greedy_of(c.together, i) for i in range(len(prompts)))
-    found = (differs(target, prompts[i], said[0][i].tokens, each, **how) for i, each in enumerate(compared))
-    differences, depth = [x for x in found if x is not None], c.policy.depth
+    differences, depth = _differences(plain, c), c.policy.depth
     settings = {key: value for key, value in asdict(sampling).items() if key != "temperature"}
 
     def figures(kind: str, temperature: int) -> dict[str, Any]:
@@ -209,15 +196,7 @@ def _report(plain: Plain, c: Contender) -> Report:
     others = {f"{kind}_temperature_{t}": figures(kind, t) for kind, t in c.made if kind != "tree"}
     served = "auto" if ("auto", 0) in c.shapes else "tree"
     several = batches({t: figures(served, t) for t in TEMPERATURES}, c.together, plain.together, depth) if c.together else None
-    parameters = 0 if c.drafter is None else c.drafter.size
-    trimmed = {}
-    if c.drafter is not None and (ids_V := c.drafter.unembedding(1).ids_V) is not None:
-        known = set(ids_V.tolist())  # tokens of the target outside it can never be guessed
-        texts = {f"temperature_{t}": [token for made in each for token in made.tokens] for t, each in said.items()}
-        lost = {key: sum(token not in known for token in tokens) / len(tokens) for key, tokens in texts.items()}
-        trimmed = {"draft_vocabulary": len(known), "lost_by_trimming": lost}
-    truth = {} if c.truth is None else {"truth": c.truth.table()}
-    more = {"passes": target.reader.passes, **_auto(c), **trimmed, **truth, **c.extra}
+    more = {"passes": target.reader.passes, **_auto(c), **_trimmed(plain, c), **({"truth": c.truth.table()} if c.truth else {}), **c.extra}
     keys = {
         "head": c.name,
         "target": Path(target.name).name,
@@ -235,12 +214,33 @@ def _report(plain: Plain, c: Contender) -> Report:
         "prompts_from": "these prompts",  # the doors name the file in ``extra``
         **{"tree" + "_temperature_1" * t: asdict(c.shapes["tree", t]) for t in TEMPERATURES},
         "proposer": {"kind": "drafter"},  # ``extra`` describes any other proposer
-        "drafter_parameters": parameters,
+        "drafter_parameters": 0 if c.drafter is None else c.drafter.size,
         **ran_on(target.device, target.dtype),
         **provenance(),
     }
     decoded = _texts(plain, c)
     return replace(Report.of(keys | more), texts=decoded, asked=prompts, spelling=_spelling(target, decoded, prompts))
+
+
+def _differences(plain: Plain, c: Contender) -> list[dict[str, Any]]:
+    """The prompts whose greedy texts are not all equal to plain decoding's, as ``differs`` describes them."""
+    greedy, found = [plain.hf, *(made for (_, temperature), made in c.made.items() if temperature == 0)], []
+    how: dict[str, Any] = {"new_tokens": plain.new_tokens, "penalty": plain.sampling.repetition_penalty}
+    for i, prompt in enumerate(plain.prompts):
+        texts = [made[i].tokens for made in greedy] + greedy_of(plain.together, i) + greedy_of(c.together, i)
+        found.append(differs(plain.target, prompt, plain.said[0][i].tokens, texts, **how))
+    return [each for each in found if each is not None]
+
+
+def _trimmed(plain: Plain, c: Contender) -> dict[str, Any]:
+    """For a trimmed vocabulary its size, and the share of the target's tokens outside it, which can never be guessed."""
+    if c.drafter is None or (ids_V := c.drafter.unembedding(1).ids_V) is None:
+        return {}
+    known, lost = set(ids_V.tolist()), {}
+    for temperature, texts in plain.said.items():
+        tokens = [token for made in texts for token in made.tokens]
+        lost[f"temperature_{temperature}"] = sum(token not in known for token in tokens) / len(tokens)
+    return {"draft_vocabulary": len(known), "lost_by_trimming": lost}
 
 
 def _spelling(target: Target, texts: Sequence[Text], prompts: Sequence[Sequence[int]]) -> dict[int, str]:

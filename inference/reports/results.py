@@ -85,9 +85,11 @@ class Results:
 
     def add(self, key: Key, group: str, made: dict[str, Any], differences: dict[str, list[dict[str, Any]]]) -> None:
         """Add the results of a unit, without the prompts. Returns once they are on the disk."""
-        without = [{k: v for k, v in turn.items() if k != "prompt"} for each in made.values() for talk in each["talks"] for turn in talk]
-        turns = iter(without)
-        made = {name: each | {"talks": [[next(turns) for _ in talk] for talk in each["talks"]]} for name, each in made.items()}
+
+        def bare(turn: dict[str, Any]) -> dict[str, Any]:
+            return {k: v for k, v in turn.items() if k != "prompt"}
+
+        made = {name: each | {"talks": [[bare(turn) for turn in talk] for talk in each["talks"]]} for name, each in made.items()}
         self.lines[key] = line = Line(group, made, differences, time.time())
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(key._asdict() | line._asdict(), separators=(",", ":")) + "\n")

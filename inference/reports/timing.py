@@ -39,7 +39,7 @@ def time_rounds(
 ) -> dict[TreePolicy | None, Round]:
     """The seconds of a round with each tree (None: a plain round), in an engine full of B sequences halfway through their new tokens."""
     longest, device, clock = max(map(len, prompts)), target.device, target.agreed(now)
-    engine = Engine(target, drafter, sequences=B, max_length=longest + new_tokens, plans=dict(enumerate(trees, start=B)))
+    engine = Engine(target, drafter, sequences=B, max_length=longest + new_tokens, plans=trees[0], trees=trees)
     for i in range(B):
         engine.add_request(prompts[i % len(prompts)], new_tokens=new_tokens, stop_ids=())
     rounds = engine.rounds

@@ -188,8 +188,7 @@ def tune(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], *, 
         shapes = [replace(t, kind="dynamic") if t.kind == "chain" else t for t in best(taus, costs[ALONE], 3)]
         look(decoder, [replace(t, least=p) for t in shapes for p in LEAST], prompts[:few], new_tokens, runs, "where to stop")
         taus, costs = figures(runs)
-    sizes = [1 << i for i in range(sequences.bit_length())]
-    for B in watched(sizes, "many sequences"):
+    for B in watched([1 << i for i in range(sequences.bit_length())], "many sequences"):
         try:
             times[B] = times.get(B) or time_rounds(target, drafter, trees, prompts, B, new_tokens)
         except torch.OutOfMemoryError:
@@ -239,5 +238,5 @@ def plans_of(taus: Figures, costs: Mapping[int, Figures], depths: Mapping[TreePo
 
 def measured(runs: Sequence[Run]) -> dict[str, float]:
     """Tokens per second and speed-up over all prompts, the passes over the prompts included."""
-    tokens, seconds, plain = (sum(getattr(r, name) for r in runs) for name in ("tokens", "seconds", "plain_seconds"))
+    tokens, seconds, plain = sum(r.tokens for r in runs), sum(r.seconds for r in runs), sum(r.plain_seconds for r in runs)
     return {"tokens_per_second": tokens / seconds, "plain_tokens_per_second": tokens / plain, "measured_speedup": plain / seconds}

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headstart.heads import native
+from headstart.heads import native, native_layers
 from headstart.heads.memory import Slots
 from headstart.heads.visibility import CausalSees, MaskSees
 from headstart.inference.decoding.decode import generate
@@ -160,8 +160,8 @@ def test_many_sequences_say_what_each_says_alone(depth: int, sampling: SamplingP
     target = tiny_target("qwen3")
     drafter = make("eagle", target).prepack()
     prompts, policy = [random_tokens(n, n) for n in (5, 21, 9)], TreePolicy("chain", depth=3)
-    calls, read = list[int](), native.Layers.__call__
-    monkeypatch.setattr(native.Layers, "__call__", lambda self, *given: (calls.append(len(given[4])), read(self, *given))[1])
+    calls, read = list[int](), native_layers.Layers.__call__
+    monkeypatch.setattr(native_layers.Layers, "__call__", lambda self, *given: (calls.append(len(given[4])), read(self, *given))[1])
     said = [generate(target, None, prompt, new_tokens=20, sampling=sampling).tokens for prompt in prompts]
     assert not calls
     target.prepack()
