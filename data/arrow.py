@@ -274,7 +274,7 @@ def packed(folder: Path, documents: Documents, length: int, context: int | None,
     if index != sealed(index) or sha256(path) != index.get("plan"):
         with suppress(OSError):
             (folder / f"{name}.json").unlink()
-        raise UserError(f"{path} is damaged: run the same again, to pack anew")
+        raise UserError(f"{path} is damaged: run the same command again, which packs the rows again")
     table = np.load(path, mmap_mode="r", allow_pickle=False)
     pieces, first_R = table[: index["pieces"] * 3].reshape(-1, 3), table[index["pieces"] * 3 :]
     return Stored(index["digest"], documents, pieces, first_R, length, index["dropped"], index["unsupervised"])

@@ -78,7 +78,7 @@ class JsonlWriter:
         self.file.truncate(self.size)
 
     def _check(self, where: str, line: bytes) -> None:
-        advice = "choose another out=, or delete the file to begin anew"
+        advice = "choose another out=, or delete the file to start over"
         found = parse(where, line, advice)
         for key, value in self.settings.items():
             if found["regenerated"].get(key) != value:

@@ -65,7 +65,7 @@ def _answerable(messages: Messages) -> Messages:
     """
     asked = next((i for i, m in enumerate(messages) if m["role"] == "user"), None)
     if asked is None:
-        raise BadRow("nobody asks anything in it")
+        raise BadRow("it has no message of a user")
     found = [m for i, m in enumerate(messages) if i > asked or m["role"] != "assistant"]
     return found if found[-1]["role"] == "assistant" else [*found, {"role": "assistant", "content": ""}]
 

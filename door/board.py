@@ -20,12 +20,12 @@ OWN = {"project": "headstart", "entity": "", "name": "Drafters"}
 BOARD: dict[str, list[tuple[str, str, list[str]]]] = {
     "What is gained": [
         (
-            "Accepted length: decoded at T = 0 (beside what was expected)",
+            "Accepted length at T = 0: decoded and expected",
             "line",
             ["decode/T0/accepted_length", "decode/T0/expected_length"],
         ),
         (
-            "Accepted length: decoded at T = 1 (beside what was expected)",
+            "Accepted length at T = 1: decoded and expected",
             "line",
             ["decode/T1/accepted_length", "decode/T1/expected_length"],
         ),

@@ -52,7 +52,7 @@ def check_evaluate(config: dict[str, Any]) -> None:
     if config["assistant"] is not None:
         check_speculator(config["assistant"], "assistant")
         if ASSISTED not in config["against"]:
-            raise UserError(f"assistant={config['assistant']}: nobody asks it: against=[{ASSISTED}] does")
+            raise UserError(f"assistant={config['assistant']}: it is not used: add against=[{ASSISTED}]")
     for key in ("against", "temperatures", "sequences"):
         if len(set(config[key])) < len(config[key]):
             raise UserError(f"{key} names something twice: {config[key]}")

@@ -192,7 +192,7 @@ class Trainer(Group):
     @model_validator(mode="after")
     def _best_is_decoded(self) -> Trainer:
         if self.keep == "best" and not self.decode_every:
-            raise ValueError("trainer.keep=best goes by what is decoded: set trainer.decode_every=N too")
+            raise ValueError("trainer.keep=best needs decoding while it trains: set trainer.decode_every=N too")
         return self
 
     @model_validator(mode="after")

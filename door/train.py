@@ -112,7 +112,7 @@ def check_idle(config: Mapping[str, Any], said: Mapping[str, str]) -> None:
         raise UserError(f"{key}={said[key]} is of a plan (plan=true). A run is spread over GPUs by launcher=processes "
                         "launcher.processes=N, launcher=slurm, or torchrun")  # fmt: skip
     if (steps := said.get("trainer.steps")) and (epochs := next(filter(None, (t["epochs"] for t in trainers)), None)):
-        raise UserError(f"trainer.steps={steps} stands beside trainer.epochs={epochs:g}, which says how many there are: give one of them")
+        raise UserError(f"trainer.steps={steps} and trainer.epochs={epochs:g} both say how long to train: give one of them")
     for key, (other, value, whose) in OF_OTHERS.items():
         if key in said and all(trainer[other] != value for trainer in trainers):
             print(f"{key}={said[key]} changes nothing: it is {whose}, and the {other} is {trainers[0][other]}")

@@ -15,8 +15,9 @@ from headstart.door.schema import DOORS
 from headstart.door.values import CONF, choices
 
 KEY = re.compile(r"( *)(\w+):(?: (.*))?$")
-HOW = """key=value changes a setting, group=choice takes another choice; group=choice --help shows the settings of that choice.
---multirun key=a,b: a run for each; --cfg job: the settings of a run, nothing is run; --hydra-help: what else Hydra can do."""
+HOW = """key=value changes a setting. group=choice takes another choice, and group=choice --help shows the settings of that choice.
+--multirun key=a,b makes one run for each value. --cfg job prints the settings of a run without running it.
+--hydra-help shows what else Hydra can do."""
 ONE_LINE, WIDTH = 60, 40  # characters: of a dictionary on one line, at most; of the left column
 
 

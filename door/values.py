@@ -67,7 +67,7 @@ def _place(value: object) -> str:
     try:
         return str(Path(str(value)).expanduser()) if str(value).startswith("~") else str(value)  # no shell expands ~ behind key=
     except RuntimeError:
-        raise ValueError(f"is in the home folder of nobody here: {shown(str(value))}") from None
+        raise ValueError(f"names a user who has no home folder here: {shown(str(value))}") from None
 
 
 def _paths(value: object) -> object:

@@ -136,7 +136,7 @@ def save(
     the card is incomplete.
     """
     if absent := set(seal.CARD) - target.keys():
-        raise ValueError(f"the target's card lacks {sorted(absent)[0]}: nobody could load the folder")
+        raise ValueError(f"the target's card lacks {sorted(absent)[0]}: the folder could not be loaded")
     fmt, folder = _module(drafter.format), Path(folder)
     own = drafter.state_dict()
     tensors = _in_file(fmt, drafter, {theirs: own[ours] for ours, theirs in fmt.names(drafter).items()} | _extras(fmt, drafter))

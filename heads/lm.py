@@ -272,7 +272,8 @@ def first_layers(model: Any, layers: int) -> tuple[nn.Module, nn.Module]:
     norms = [key for key, c in body.named_children() if "norm" in type(c).__name__.lower()]
     if len(norms) != 1:
         raise UserError(
-            f"{type(decoder).__name__} has {len(norms)} norms beside its layers, one was expected behind them: train another drafter"
+            f"{type(decoder).__name__} has {len(norms)} norms outside its layers, but a drafter of its own layers needs exactly one, after "
+            "the last layer: train another drafter"
         )
     part = copy.copy(body)  # shares everything with the original except the table of its modules
     part._modules = {**body._modules, stack: modules[:layers], norms[0]: nn.Identity()}

@@ -37,7 +37,7 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, twin: Tensor | Non
     """``x`` times the matrix, by ``twin`` from ``since`` rows on. Raises RuntimeError where a prepacked matrix would need a gradient."""
     learns, whole = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad), is_packed(weight)
     if whole and learns:
-        raise RuntimeError("a model that was prepacked for decoding cannot be trained: load it anew, or decode under torch.no_grad()")
+        raise RuntimeError("a model that was prepacked for decoding cannot be trained: load it again, or decode under torch.no_grad()")
     if whole or (twin is not None and not learns and x.numel() >= since * x.shape[-1]):
         return orders.packed_product(x, weight if twin is None else twin, bias)
     # Flattened to one matrix: for a slice of a batch, torch would copy the whole frozen matrix.

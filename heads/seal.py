@@ -111,7 +111,7 @@ def _check_digests(config: Mapping[str, Any], folder: Path) -> None:
     """Raises UserError naming a file whose digest differs from the saved one. Warns where the folder has no digests."""
     if "sha256" not in config[OURS]:
         return warn_once(
-            f"{folder} was saved by an earlier version, without digests: nobody can tell whether its weights were changed since then"
+            f"{folder} was saved by an earlier version, without digests: whether its weights were changed since then cannot be checked"
         )
     said, found = config[OURS]["sha256"], digests(config, folder / WEIGHTS)
     if not isinstance(said, dict) or said.keys() != found.keys():

@@ -107,7 +107,7 @@ def shards(index: Path) -> dict[str, Path]:
     """
     places, plain = read_json(index, LARGEST_INDEX).get("weight_map"), re.compile(r"[\w-][\w.-]*\.safetensors")
     if not isinstance(places, dict) or not all(isinstance(f, str) and plain.fullmatch(f) for f in places.values()):
-        raise UserError(f"{index}: weight_map must name safetensors files beside it")
+        raise UserError(f"{index}: weight_map must name safetensors files in the same folder")
     folder = index.absolute().parent
     inside = [folder.resolve()] + ([(folder.parent.parent / "blobs").resolve()] if folder.parent.name == "snapshots" else [])
     for file in sorted(set(places.values())):

@@ -42,7 +42,7 @@ def unroll(
     Raises RuntimeError for a drafter that was prepacked for decoding.
     """
     if torch.is_grad_enabled() and drafter._size:  # no gradient would reach the layers
-        raise RuntimeError("a drafter that was prepacked for decoding cannot be trained: load it anew")
+        raise RuntimeError("a drafter that was prepacked for decoding cannot be trained: load it again")
     memory, sees = Memory() if memory is None else memory, ChainSees(documents_BT, closed_form=closed_form)
 
     def made(call: Callable[[Memory], Draft]) -> Draft:

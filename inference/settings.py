@@ -184,7 +184,7 @@ def _open_elsewhere(decode: Decode, speculator: str | None, target: Target, devi
     if folder is None:
         raise UserError(NONE_GIVEN)
     if decode.tuned:
-        raise UserError(f"decode=tuned measures the drafter beside the target, not on drafter_device={device}: decode=auto")
+        raise UserError(f"decode=tuned measures the drafter on the target's device, not on drafter_device={device}: take decode=auto")
     drafter = load_speculator(folder, target).to(device, target.dtype).eval()
     proposer: Proposer = Elsewhere(drafter, target)  # attaches the drafter on its device
     if settings != {"kind": "drafter"}:

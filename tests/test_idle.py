@@ -22,7 +22,7 @@ def test_settings_beside_which_others_count(capsys: pytest.CaptureFixture[str]) 
     said = {"trainer.steps": "5", "trainer.momentum": "0.9", "gpus": "4"}
     with pytest.raises(UserError, match=r"^gpus=4 is of a plan \(plan=true\)"):
         check_idle(config(), said)
-    with pytest.raises(UserError, match=r"^trainer\.steps=5 stands beside trainer\.epochs=0\.5"):
+    with pytest.raises(UserError, match=r"^trainer\.steps=5 and trainer\.epochs=0\.5 both say"):
         check_idle(config(plan=True, epochs=0.5), said)
     check_idle(config(plan=True), said)
     assert not capsys.readouterr().out
@@ -35,7 +35,7 @@ def test_settings_beside_which_others_count(capsys: pytest.CaptureFixture[str]) 
     arms = {"a": config(optimizer="adamw"), "b": config()}
     check_idle(config(plan=True) | {"arms": arms}, said)
     assert not capsys.readouterr().out
-    with pytest.raises(UserError, match=r"stands beside trainer\.epochs=2"):
+    with pytest.raises(UserError, match=r"and trainer\.epochs=2 both say"):
         check_idle(config(plan=True) | {"arms": arms | {"c": config(epochs=2)}}, said)
 
 
@@ -66,7 +66,7 @@ def test_an_arms_own_words_are_looked_at(tmp_path: Path, monkeypatch: pytest.Mon
     arms = "arms={a:'head=eagle',b:'head=mtp trainer.optimizer=adamw trainer.momentum=0.9',c:'head=mtp trainer.epochs=1 trainer.steps=9'}"
     assert call("train", [arms, "plan=true"], tmp_path, monkeypatch) == 2
     said = capsys.readouterr()
-    assert "trainer.momentum=0.9 changes nothing" in said.out and "error: arm c: trainer.steps=9 stands beside trainer.epochs=1" in said.err
+    assert "trainer.momentum=0.9 changes nothing" in said.out and "error: arm c: trainer.steps=9 and trainer.epochs=1 both say" in said.err
 
 
 def test_the_folder_of_a_run_is_told_from_that_of_its_drafter(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_what_is_not_the_same_evaluation_is_refused(evaluate: Evaluate, other: P
     code, said = evaluate("out=other", "sequences=[3]")
     assert code == 2 and "sequences=3: no category has as many prompts" in said.err and not (tmp_path / "other").exists()
     code, said = evaluate("out=other", "against=[ngram]", f"assistant={ROOT}/assets/tiny")
-    assert code == 2 and "nobody asks it: against=[assisted] does" in said.err
+    assert code == 2 and "it is not used: add against=[assisted]" in said.err
     code, said = evaluate("out=other", "decode.new_tokens=7")
     assert code == 2 and "decode.new_tokens=7 is for a report: an evaluation takes new_tokens=" in said.err
     code, said = evaluate("out=other", "decode.sequences=[2]")

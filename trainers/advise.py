@@ -206,7 +206,10 @@ def advise(config: dict[str, Any]) -> list[Choice]:
     title = f"{config['target']['name']} on {gpus} x {config['gpu']}, acceptance {source}"
     console.print(table(title, head, rows, left=(1,), whole=range(len(head))))
     for name in (name for name, found in settings.items() if found is None):
-        console.print(f"{config['report']} has no speculator/ beside it: costs are of {name} with its default settings", soft_wrap=True)
+        console.print(
+            f"{config['report']} is not in a folder with speculator/: the costs are those of {name} with its default settings",
+            soft_wrap=True,
+        )
     for line in reasons(config, best, target, known, source):
         console.print(line, highlight=False, soft_wrap=True)
     return best

@@ -73,7 +73,7 @@ class Learner(nn.Module):
         if terms.keys() <= set(BESIDE):
             for name, does in (("selector", "orders the candidates that a divergence finds"), ("base", "repeats the divergences")):
                 if name in terms:
-                    raise UserError(f"loss.terms.{name} {does}: name one beside it, such as kl")
+                    raise UserError(f"loss.terms.{name} {does}: name a divergence too, such as kl")
         check_kernel(kernel, terms, next(drafter.parameters()).device)
         self.drafter, self.decay, self.chunk, self.weighting, self.base_until = drafter, decay, chunk, weighting, base_until
         self.constants, self.detach, self.on_policy, self.kernel = constants, detach, on_policy, kernel
@@ -163,7 +163,7 @@ class Learner(nn.Module):
         judged = figures or "confidence" in self.beside  # whether matches and acceptance are needed
         selector = self.beside.get("selector", 0.0)
         if selector and unembeddings[0].candidates is None:
-            raise UserError("loss.terms.selector needs a drafter that orders candidates anew: this one does not")
+            raise UserError("loss.terms.selector needs a drafter that reorders candidates: this one does not")
 
         def loss_of(hidden: list[Tensor], unembeddings: list[Unembedding]) -> LossOut:
             target = (batch.final_BTD, drafter.ends, batch.tokens_BT, supervised, self.terms, self.decay, self.chunk)

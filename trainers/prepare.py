@@ -72,7 +72,7 @@ def prepare(
     _check_arms(own, trainer, runs)
     check_parallel(parallel, own)
     if trainer["epochs"] is not None and data.get("stream"):
-        raise UserError("trainer.epochs: of streamed data nobody knows how long an epoch is: give trainer.steps, or data.stream=false")
+        raise UserError("trainer.epochs: the length of an epoch of streamed data is not known: give trainer.steps, or data.stream=false")
     with ExitStack() as stack:
         if is_main():
             stack.enter_context(taken(places, own))

@@ -104,7 +104,7 @@ def _open_gate(job: Job) -> Gate | None:
     if not gate.why_not:
         return gate
     if job.settings["trainer"]["keep"] == "best":
-        raise UserError(f"trainer.keep=best goes by what is decoded, but {gate.why_not}: take trainer.keep=2")
+        raise UserError(f"trainer.keep=best needs decoding while it trains, but {gate.why_not}: take trainer.keep=2")
     print(f"nothing is decoded while it trains (trainer.decode_every): {gate.why_not}")
     return None
 

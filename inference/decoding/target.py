@@ -71,8 +71,8 @@ class Target(TargetInfo):
         if self.device.type == "cuda":  # torch's first choice on newer GPUs spends tens of milliseconds on every new length
             torch.backends.cuda.enable_cudnn_sdp(False)
         if away := [n for n, p in model.named_parameters() if p.is_meta]:
-            raise UserError(f"{name}: {away[0]} and {len(away) - 1} other tensors do not fit on the GPUs (accelerate would fetch them "
-                            "anew at every pass): free some memory, take more GPUs, or a quantised model")  # fmt: skip
+            raise UserError(f"{name}: {away[0]} and {len(away) - 1} other tensors do not fit on the GPUs (accelerate would copy them "
+                            "there again at every pass): free some memory, take more GPUs, or a quantised model")  # fmt: skip
         head = model.get_output_embeddings()
         self.ends = ends_of(self.config, model.get_input_embeddings(), self._matrix(head), model)
         check_kinds(self.config, name)

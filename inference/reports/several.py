@@ -45,8 +45,8 @@ def check_decoders(decoders: Mapping[str, Decoder], longest: int) -> None:
     """Raises UserError for a decoder that cannot decode several sequences of ``longest`` tokens (prompt and answer) at once."""
     for name, decoder in decoders.items():
         if not decoder.batches:
-            raise UserError(f"decode.sequences: {name} guesses for one sequence at a time, set it to []; several at once take a drafter's "
-                            "own trees, beside its target")  # fmt: skip
+            raise UserError(f"decode.sequences: {name} guesses for one sequence at a time, set it to []; only a drafter's own trees, "
+                            "on the target's device, work for several at once")  # fmt: skip
         if (turn := decoder.target.turn) is not None and longest > turn:
             raise UserError(f"decode.sequences: several at once take at most {turn} tokens each, where {decoder.target.name} changes its "
                             f"rotation; a prompt and its answer have {longest}: set it to [], or give shorter ones")  # fmt: skip

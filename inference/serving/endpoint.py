@@ -204,7 +204,7 @@ class Endpoint:
             ("accepted_total", "counter", "Passes that accepted a guess at this depth.", [(f'{{depth="{d}"}}', n) for d, n in drafts]),
             ("acceptance", "gauge", "Their share of all passes.", [(f'{{depth="{d}"}}', n / max(passes, 1)) for d, n in drafts]),
             ("engine_seconds_total", "counter", "Seconds the engine was at work.", [("", sums["seconds"])]),
-            ("engine_restarts_total", "counter", "Times it failed and was built anew.", [("", sums["restarts"])]),
+            ("engine_restarts_total", "counter", "Times the engine failed and was started again.", [("", sums["restarts"])]),
         ]
         text = ""
         for name, kind, meaning, values in rows:

@@ -435,7 +435,7 @@ def test_lines_that_are_no_conversations(door: Any, tmp_path: Path, caplog: Any)
         door(f"path={path}")
     made = lines(door(f"path={path}", "data.on_bad=skip"))
     assert [m["line"] for m in made] == [1, 4] and made[0]["messages"][0]["role"] == "user"
-    assert "dropped 2 of 4 rows" in caplog.text and "line 3: nobody asks anything in it" in caplog.text
+    assert "dropped 2 of 4 rows" in caplog.text and "line 3: it has no message of a user" in caplog.text
 
 
 @pytest.mark.parametrize(

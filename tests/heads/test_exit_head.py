@@ -131,5 +131,5 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(UserError, match=r"final norm \(CohereLayerNorm\) is no RMSNorm"):
         drafter.start_from(mean.ends)
     target.model.model.norm = torch.nn.Linear(32, 32)
-    with pytest.raises(UserError, match="has 0 norms beside its layers"):
+    with pytest.raises(UserError, match="has 0 norms outside its layers"):
         drafter.attach(target.ends)

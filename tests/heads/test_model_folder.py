@@ -189,7 +189,7 @@ def test_an_index_does_not_leave_its_folder(door: Callable[[Path], Any], plain: 
         folder = shutil.copytree(plain, tmp_path / str(i))
         (folder / "tokenizer.json").touch()
         in_parts(folder, names)  # type: ignore[arg-type]
-        with pytest.raises(UserError, match=r"index\.json: weight_map must name safetensors files beside it"):
+        with pytest.raises(UserError, match=r"index\.json: weight_map must name safetensors files in the same folder"):
             door(folder)
     folder = shutil.copytree(plain, tmp_path / "linked")
     (folder / "tokenizer.json").touch()

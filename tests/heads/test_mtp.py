@@ -229,7 +229,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     second.unlink()
     refused(target.ends, r"model-2\.safetensors is damaged or truncated")
     index.write_text(text.replace("model-2", "../model-2"))
-    refused(target.ends, "weight_map must name safetensors files beside it")
+    refused(target.ends, "weight_map must name safetensors files in the same folder")
     index.unlink()
     refused(target.ends, "there are no safetensors files of")
     target.model.config._name_or_path = str(tmp_path / "gone")

@@ -106,7 +106,9 @@ def test_where_a_drafter_can_be_placed(tmp_path: Path) -> None:
     for kind, made in (("drafter", Elsewhere), ("pipelined", Pipelined)):
         drafter, proposer, _ = open_guesser(here[kind], str(tmp_path), target, "cpu")
         assert drafter is None and isinstance(proposer, made)
-    with pytest.raises(UserError, match=r"decode=tuned measures the drafter beside the target, not on drafter_device=cpu: decode=auto"):
+    with pytest.raises(
+        UserError, match=r"decode=tuned measures the drafter on the target's device, not on drafter_device=cpu: take decode=auto"
+    ):
         open_guesser(here["drafter"]._replace(tuned=True), str(tmp_path), target, "cpu")
     own = here["drafter"]._replace(proposer={"kind": "drafter", "folder": str(tmp_path)})
     assert isinstance(open_guesser(own, None, target)[1], Drafting)

@@ -50,7 +50,7 @@ def test_base_repeats_the_divergences_without_the_correction(name: str) -> None:
 
 
 def test_base_where_it_cannot_be_is_refused() -> None:
-    with pytest.raises(UserError, match=r"loss\.terms\.base repeats the divergences: name one beside it, such as kl"):
+    with pytest.raises(UserError, match=r"loss\.terms\.base repeats the divergences: name a divergence too, such as kl"):
         learner("xpress", {"base": 1.0})
     with pytest.raises(UserError, match=r"loss\.terms\.base is for drafters that correct the guesses of a backbone"):
         plain = learner("dflash", {"kl": 1.0, "base": 1.0}).float()

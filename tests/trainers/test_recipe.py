@@ -176,7 +176,7 @@ def test_epochs_are_counted_in_rows(composed: Composed, overrides: list[str], tm
 
 def test_an_epoch_of_a_stream_has_no_length(composed: Composed, overrides: list[str]) -> None:
     settings = composed(*overrides, "trainer.epochs=1")
-    with pytest.raises(UserError, match=r"trainer\.epochs: of streamed data nobody knows how long an epoch is"):
+    with pytest.raises(UserError, match=r"trainer\.epochs: the length of an epoch of streamed data is not known"):
         prepare(**settings | {"data": settings["data"] | {"stream": True}})
 
 
