@@ -81,6 +81,17 @@ def test_the_first_is_the_one_that_the_headline_names(tmp_path: Path, monkeypatc
     assert "At temperature 0 auto is the fastest: 1.30 times" in Page((tmp_path / "all/comparison.html").read_text()).root.text
 
 
+def test_where_none_gains_accepted_length_orders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What decode=auto leaves out is plain decoding, whatever was measured: nothing is called the fastest."""
+    runs = [a_run(tmp_path / f"runs/{name}", 0.5, auto_temperature_0=figures(1.0, noise)) for name, noise in (("a", 0.9), ("b", 1.1))]
+    assert call(monkeypatch, *runs, f"out={tmp_path / 'all'}") == 0
+    written = [(tmp_path / f"all/comparison.{kind}").read_text() for kind in ("md", "html")]
+    for said in (capsys.readouterr().out, *written):
+        assert "the longest accepted length first" in said and "fastest first" not in said
+
+
 def test_arms_are_runs_too_and_what_was_not_measured_alike_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for arm, speedup in (("x", 1.1), ("y", 1.3)):
         a_run(tmp_path / "several" / arm, speedup)

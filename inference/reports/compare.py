@@ -23,7 +23,7 @@ from headstart.inference.reports.render import table
 from headstart.inference.reports.report import Report, shape_of
 from headstart.inference.reports.report_page import Curves
 from headstart.inference.reports.timing import time_rounds
-from headstart.inference.reports.verdict import advice, as_served
+from headstart.inference.reports.verdict import advice, as_served, order
 
 COLUMNS = {  # of comparison.md: key -> format, and the heading on the terminal ("": not there)
     "parameters": ("{:,}", ""),
@@ -172,7 +172,7 @@ def compare(
     columns = known(rows, (key for key, (_, heading) in COLUMNS.items() if heading))
     head, body = ["", *(COLUMNS[key][1] for key in columns)], [[row["name"], *cells(row, columns)] for row in rows]
     console = Console(markup=False)  # names may hold brackets
-    console.print(table(f"drafters for {Path(target).name}, the fastest first", head, body, whole=range(1, len(head))))
+    console.print(table(f"drafters for {Path(target).name}, {order(rows)}", head, body, whole=range(1, len(head))))
     for name, why in failed.items():
         console.print(f"{name} failed: {why}", style="red")
     for name in kept["changed"]:
@@ -199,7 +199,7 @@ def markdown(rows: Sequence[Mapping[str, Any]], failed: Mapping[str, str], about
     """The text of comparison.md. ``about``: the other keys of comparison.json."""
     told = [*advice(rows), *about.get("apart", ()), *(f"{name} failed: {why}" for name, why in failed.items())]
     told += [f"{name}: its training changed the target; it is measured with the changed one" for name in about.get("changed", ())]
-    lines, points = [f"# Drafters for {about.get('target', 'a target')}, the fastest first", ""], [*(f"- {line}" for line in told), ""]
+    lines, points = [f"# Drafters for {about.get('target', 'a target')}, {order(rows)}", ""], [*(f"- {line}" for line in told), ""]
     if not rows:
         return "\n".join([*lines, *points])
     columns = known(rows, COLUMNS)

@@ -14,7 +14,7 @@ from headstart.inference.reports.gain import by_sequences
 from headstart.inference.reports.page import about, bar, between, figure, h, joined, page, section, shortened, table
 from headstart.inference.reports.report import shape_of
 from headstart.inference.reports.report_page import Curves, points, word
-from headstart.inference.reports.verdict import advice, headline
+from headstart.inference.reports.verdict import advice, headline, order
 
 NAME = "comparison.html"
 Row = Mapping[str, Any]
@@ -120,7 +120,7 @@ COLUMNS = {  # of the ranking: key -> heading and format
 
 
 def ranking(rows: Sequence[Row]) -> Markup:
-    """A table with a row for each drafter, the fastest first."""
+    """A table with a row for each drafter, in the order of ``rows``."""
     most = max([1.0, *(row["speedup"] for row in rows)])
 
     def cell(row: Row, key: str, form: str) -> str:
@@ -130,7 +130,7 @@ def ranking(rows: Sequence[Row]) -> Markup:
     shown = {key: how for key, how in COLUMNS.items() if any(row.get(key) is not None for row in rows)}
     body = [[row["name"], bar(row["speedup"] / most, "t0"), *(cell(row, key, form) for key, (_, form) in shown.items())] for row in rows]
     caption = (
-        "The fastest at temperature 0 first. Speed-up and accepted tokens a pass are of the tree; auto: speed-up of decode=auto; held-out: "
+        f"At temperature 0 {order(rows)}. Speed-up and accepted tokens a pass are of the tree; auto: speed-up of decode=auto; held-out: "
         "tokens a pass that a chain is expected to have over text that the target did not write; repeats: share of the 8-grams that stood "
         "earlier in their text, at T = 0; a guess's cost: of one level of drafting, in plain passes"
     )

@@ -37,6 +37,7 @@ from headstart.inference.reports.progress import watched
 from headstart.inference.reports.report import Report, Round, Text
 from headstart.inference.reports.several import Together, batches, check_decoders, decode_together, greedy_of, sizes_of
 from headstart.inference.reports.truth import Truth
+from headstart.inference.spelling import spelling_of
 
 TEMPERATURES = (0, 1)  # at which everything is decoded
 SETTLES = 16  # tokens decoded untimed before each timed text
@@ -219,7 +220,8 @@ def _report(plain: Plain, c: Contender) -> Report:
         **provenance(),
     }
     decoded = _texts(plain, c)
-    return replace(Report.of(keys | more), texts=decoded, asked=prompts, spelling=_spelling(target, decoded, prompts))
+    lists = [*prompts, *(t.tokens for t in decoded), *(r.guesses for t in decoded for r in t.rounds)]
+    return replace(Report.of(keys | more), texts=decoded, asked=prompts, spelling=spelling_of(target.tokenizer, lists))
 
 
 def _differences(plain: Plain, c: Contender) -> list[dict[str, Any]]:
@@ -241,13 +243,6 @@ def _trimmed(plain: Plain, c: Contender) -> dict[str, Any]:
         tokens = [token for made in texts for token in made.tokens]
         lost[f"temperature_{temperature}"] = sum(token not in known for token in tokens) / len(tokens)
     return {"draft_vocabulary": len(known), "lost_by_trimming": lost}
-
-
-def _spelling(target: Target, texts: Sequence[Text], prompts: Sequence[Sequence[int]]) -> dict[int, str]:
-    if target.tokenizer is None:
-        return {}
-    lists = [*prompts, *(t.tokens for t in texts), *(r.guesses for t in texts for r in t.rounds)]
-    return {token: target.tokenizer.decode([token]) for token in sorted({token for tokens in lists for token in tokens})}
 
 
 def _texts(plain: Plain, c: Contender) -> list[Text]:

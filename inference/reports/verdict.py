@@ -58,6 +58,12 @@ def plain_at(tokens_per_pass: float | None) -> bool:
     return tokens_per_pass is not None and tokens_per_pass < MARGIN
 
 
+def order(rows: Sequence[Row]) -> str:
+    """By what the rows of a comparison are ordered, in words."""
+    none_gains = rows and all(as_served(row)["speedup"] == 1 for row in rows)
+    return "the longest accepted length first" if none_gains else "the fastest first"
+
+
 def headline(rows: Sequence[Row]) -> str:
     """A sentence that names the fastest at temperature 0, and claims no more than the intervals allow."""
     rows = [as_served(row) for row in rows]

@@ -18,8 +18,9 @@ from headstart.heads.errors import UserError
 from headstart.inference.decoding.decode import longest
 from headstart.inference.decoding.decoder import Decoder
 from headstart.inference.decoding.target import Target
-from headstart.inference.serving.text import HALF, BadRow, Messages, Reader, asking, ids, in_history, render, spoken
+from headstart.inference.serving.text import BadRow, Messages, Reader, asking, ids, in_history, render, spoken
 from headstart.inference.settings import open_decode, open_guesser, open_target
+from headstart.inference.spelling import HALF
 
 GUESSED, OWN, ASIDE = "bold green", "default", "dim"
 KEYS = "Ctrl-C stops an answer; at the prompt it ends the conversation, as Ctrl-D does."

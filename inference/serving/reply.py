@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from headstart.inference.serving.asked import Asked
-from headstart.inference.serving.text import HALF, Reader
+from headstart.inference.serving.text import Reader
 from headstart.inference.serving.thoughts import Splitter
+from headstart.inference.spelling import HALF, KEPT, text_of_token
 
 LOWEST = -9999.0  # OpenAI's log-probability of an impossible token: JSON has no infinity
-KEPT = 1 << 16  # tokens whose texts are cached: with log-probabilities, an answer needs each of them several times
 
 Best = tuple[float, list[tuple[int, float]]]  # the token's log-probability; then the likeliest tokens with theirs
 
@@ -126,14 +126,6 @@ def message_of(piece: Piece) -> dict[str, str]:
 def finite(log_probability: float) -> float:
     """The log-probability, but at least ``LOWEST``: JSON has no infinity."""
     return max(log_probability, LOWEST)
-
-
-@functools.lru_cache(maxsize=KEPT)
-def text_of_token(tokenizer: Any, token: int) -> str:
-    """The token's text within a longer text. It is decoded twice in a row, because some tokenizers drop a space at the beginning."""
-    once, twice = (tokenizer.decode([token] * n, skip_special_tokens=False, clean_up_tokenization_spaces=False) for n in (1, 2))
-    text: str = twice[len(once) :] if twice.startswith(once) and HALF not in once else once
-    return text
 
 
 @functools.lru_cache(maxsize=KEPT)

@@ -9,11 +9,11 @@ from typing import Any
 
 from headstart.heads.errors import UserError, first_line
 from headstart.inference.serving.thoughts import BEGUN
+from headstart.inference.spelling import HALF
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool"}
 ROLES |= {"developer": "system"}  # OpenAI's newer name
 SHARED = ROLES | dict.fromkeys(("chatgpt", "bing", "bard"), "assistant")  # in ShareGPT's files
-HALF = "\ufffd"  # what tokenizers write for a character whose bytes are not all there
 CONTEXT = 5  # tokens of the prompt decoded before the first new ones: some tokenizers drop the white space a text begins with
 GARBAGE = 64  # tokens without a whole character, after which none is expected any more
 

@@ -14,7 +14,7 @@ from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.serving import reply, serve, worker
-from headstart.inference.serving.text import HALF
+from headstart.inference.spelling import HALF, spelling_of
 from tests.drafters import random_tokens
 from tests.inference.serving import speech
 from tests.inference.serving.served import CHAT, COMPLETIONS, PROMPTS, ask, ask_all, client, figures, greedy, plain, running, until
@@ -31,6 +31,7 @@ def test_a_tokens_own_text_and_bytes() -> None:
     spaced = speech.spaced()
     a, b, euro = (spaced.convert_tokens_to_ids(t) for t in ("▁a", "b", "<0xE2>"))
     assert [reply.text_of_token(spaced, t) for t in (a, b)] == [" a", "b"] and reply.bytes_of(spaced, euro) == [0xE2]
+    assert spelling_of(spaced, [[a, b], [a]]) == {a: " a", b: "b"} and spelling_of(None, [[a]]) == {}, "as reports show texts"
     known = tokenizer()
     said = [3, 4, 5, 6, 7, *known("a b")["input_ids"]]
     assert bytes(byte for token in said for byte in reply.bytes_of(known, token) or []).decode() == known.decode(said)

@@ -15,7 +15,7 @@ from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.serving import serve
-from headstart.inference.serving.text import HALF
+from headstart.inference.spelling import HALF
 from tests.inference.serving.served import COMPLETIONS, PROMPTS, ask, ask_all, client, drafter, figures, greedy, plain, running, until
 from tests.inference.serving.speech import NEW, target, text_of
 from tests.tiny_targets import tiny_target

@@ -24,7 +24,8 @@ from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.serving import chat
-from headstart.inference.serving.text import HALF, asking
+from headstart.inference.serving.text import asking
+from headstart.inference.spelling import HALF
 from tests.inference.serving import speech
 from tests.inference.serving.speech import NEW, POLICY, target, text_of, tokenizer
 
