@@ -85,11 +85,22 @@ IN_KERNEL = tuple(name for name in Weights._fields if name != "eta")
 
 
 def term(name: str, constants: Constants = None) -> Divergence:
-    """The divergence of that name, with its constants. Raises UserError for an unknown name or a wrong constant."""
+    """The divergence of that name, with its constants. Raises UserError for an unknown name or a wrong constant; so does the divergence if
+    it returns anything but one value for each row, which would be broadcast to all rows.
+    """
     try:
-        return _with_constants(name, find(name), constants)
+        found = _with_constants(name, find(name), constants)
     except KeyError:
         raise UserError(f"loss.terms has no {name!r}: there are {', '.join(sorted([*names(), *BESIDE]))}") from None
+
+    def by_row(log_q_RV: Tensor, teacher: Any) -> Tensor:
+        loss_R: Tensor = found(log_q_RV, teacher)
+        if loss_R.shape != log_q_RV.shape[:1]:
+            shape, rows = list(loss_R.shape), len(log_q_RV)
+            raise UserError(f"loss.terms.{name}: its function returned a tensor of shape {shape}, not one value for each of {rows} rows")
+        return loss_R
+
+    return by_row
 
 
 def weighting_of(name: str, constants: Constants = None) -> Weighting | None:

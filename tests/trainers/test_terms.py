@@ -54,6 +54,14 @@ def test_another_loss_is_one_file_and_one_yaml(target_folder: Path, conversation
     assert 0 < said[0]["train/loss"] < 4  # 2 sum |p - q|^1.5 is no more
 
 
+def test_a_loss_of_another_shape_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum over all rows would be added to each of them, and the gradient would depend on loss.chunk."""
+    (tmp_path / "summed.py").write_text(SQUARED.replace("squared", "summed").replace(".sum(-1)", ".sum()"))
+    monkeypatch.setattr(divergences, "__path__", [*divergences.__path__, str(tmp_path)])
+    with pytest.raises(UserError, match=r"loss\.terms\.summed: .* of shape \[\], not one value for each of 3 rows"):
+        term("summed")(*rows())
+
+
 def rows() -> tuple[torch.Tensor, Teacher]:
     g = torch.Generator().manual_seed(0)
     p, q = (torch.randn(3, 9, generator=g, dtype=torch.float64).log_softmax(-1) for _ in range(2))
