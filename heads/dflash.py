@@ -156,7 +156,8 @@ class Dflash(Drafter):
     def attach(self, ends: TargetEnds) -> None:
         """Also raises UserError where engines would compute other drafts for this target."""
         super().attach(ends)
-        if ends.scaled and self.mask_token is not None and self.unembedding(1).correction_VR is not None:
+        corrects = self.unembedding(1).corrects
+        if ends.scaled and self.mask_token is not None and corrects:
             raise UserError("head.mask_token: engines leave out the scale of this target's logits, so that what corrects the drafts would "
                             "weigh otherwise there: leave it out, or take head=dflash")  # fmt: skip
 
@@ -176,8 +177,12 @@ class Dflash(Drafter):
 
     def _context(self, states: list[Tensor], cos_sin: CosSin) -> Iterator[Segment]:
         """The keys and values of the roots, layer by layer, from their tapped states."""
-        z_BTD = self.hidden_norm(self.fc(torch.cat(states, dim=-1)))
+        z_BTD = self._joined(states)
         return (layer.self_attn.keys_values(z_BTD, cos_sin) for layer in self.layers)  # type: ignore[operator, union-attr]
+
+    def _joined(self, states: list[Tensor]) -> Tensor:
+        """z of the module's docstring, from the tapped states."""
+        return self.hidden_norm(self.fc(torch.cat(states, dim=-1)))
 
     def _rules(self, roots: Sees, ask_BA: Tensor) -> list[Sees]:
         """What the blocks on these roots see in each layer."""

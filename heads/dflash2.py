@@ -29,6 +29,15 @@ from headstart.heads.unembedding import Unembedding
 from headstart.heads.visibility import Sees
 
 
+def check_conv(hidden_size: int, block: int, taps: int, group: int) -> tuple[int, int, int]:
+    """(block, taps, group) of ``LocalConv``. Raises UserError unless they fit together."""
+    if not 1 <= taps <= block:
+        raise UserError(f"head.conv_taps must be from 1 to head.block={block}, found {taps}")
+    if group < 1 or hidden_size % group:
+        raise UserError(f"head.conv_group must divide the target's hidden size {hidden_size}, found {group}")
+    return block, taps, group
+
+
 class LocalConv(nn.Module):
     """The two convolutions around a sublayer: ``base_kernel`` [2, K, D] (before it, after it), and both deltas from one product."""
 
@@ -92,11 +101,7 @@ class Dflash2(Dflash, without=("draft_vocab",)):
         D = shape.hidden_size
         if not 1 <= candidates <= shape.vocab_size:
             raise UserError(f"head.candidates must be from 1 to the target's {shape.vocab_size} tokens, found {candidates}")
-        if not 1 <= conv_taps <= block:
-            raise UserError(f"head.conv_taps must be from 1 to head.block={block}, found {conv_taps}")
-        if conv_group < 1 or D % conv_group:
-            raise UserError(f"head.conv_group must divide the target's hidden size {D}, found {conv_group}")
-        self._conv = block, conv_taps, conv_group  # read by ``_layer``, which the base class calls
+        self._conv = check_conv(D, block, conv_taps, conv_group)  # read by ``_layer``, which the base class calls
         super().__init__(shape, block=block, **more)
         self.candidates = candidates
         self.predecessor = nn.Embedding(shape.vocab_size, rank)

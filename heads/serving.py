@@ -126,11 +126,12 @@ def sglang_chain(target: str, folder: str, algorithm: str, guesses: int, needs: 
     return sglang(target, folder, algorithm, needs, num_steps=guesses, eagle_topk=1, num_draft_tokens=guesses + 1)
 
 
-def tensorrt_llm(target: str, folder: str, guesses: int, needs: str, **more: Any) -> Command:
-    """The command for TensorRT-LLM to draft with an EAGLE-3 folder. It reads its settings from a file, which the command writes first.
-    The decoding type and the folder's key have older names here, which newer releases accept too: 1.2.1 refuses the type ``Eagle3``.
+def tensorrt_llm(target: str, folder: str, guesses: int, needs: str, kind: str = "Eagle", **more: Any) -> Command:
+    """The command for TensorRT-LLM to draft with an EAGLE-3 folder, or one of another ``kind``. It reads its settings from a file, which
+    the command writes first. The decoding type and the folder's key have older names here, which newer releases accept too: 1.2.1 refuses
+    the type ``Eagle3``.
     """
-    asked = {"speculative_config": {"decoding_type": "Eagle", "max_draft_len": guesses, "speculative_model_dir": folder, **more}}
+    asked = {"speculative_config": {"decoding_type": kind, "max_draft_len": guesses, "speculative_model_dir": folder, **more}}
     file = "speculative.yaml"  # JSON is valid YAML
     serve = shlex.join(["trtllm-serve", target, "--extra_llm_api_options", file])
     return Command("TensorRT-LLM", f"echo {shlex.quote(json.dumps(asked))} > {file} && {serve}", needs)

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from headstart.heads.prepack import product
 
+DIGITS, BASE = 3, 256  # of a token's id, where it is carried among numbers in half precision: bfloat16 has no larger whole numbers
+
 
 @dataclass
 class Unembedding:
@@ -23,16 +25,24 @@ class Unembedding:
 
     ``candidates``: the correction only reranks this number of tokens, the likeliest ones without it (DFlash 2's selector). All others
     are never guessed: their logits are -inf. None: the correction is added to the logits of all tokens.
+
+    ``listed``: hidden ends with the ids of the candidates (``in_digits``), a 1 if the tokens before were candidates too, else a 0, and the
+    candidates' scores (LiLiCorr's), which are their logits. The matrix alone gives the logits before.
     """
 
     weight_VH: Tensor
     ids_V: Tensor | None = None  # None: row i is target token i
     correction_VR: Tensor | None = None
     candidates: int | None = None
+    listed: bool = False
 
     def logits(self, hidden_BNH: Tensor) -> Tensor:
         """Logits [B, N, V] from ``Draft.hidden_BNH`` [B, N, H]."""
         own_BNW, *others = self.parts(hidden_BNH)
+        if self.listed:
+            ids_BNX, _, scores_BNC = others
+            nothing_BNV = scores_BNC.new_full((*own_BNW.shape[:-1], len(self.weight_VH)), -torch.inf)
+            return nothing_BNV.scatter(-1, of_digits(ids_BNX), scores_BNC)
         logits_BNV = product(own_BNW, self.weight_VH.to(hidden_BNH.dtype))
         if self.correction_VR is None:
             return logits_BNV
@@ -48,8 +58,14 @@ class Unembedding:
         return [self.weight_VH] if self.correction_VR is None else [self.weight_VH, self.correction_VR]
 
     def parts(self, hidden_BNH: Tensor) -> list[Tensor]:
-        """``hidden_BNH`` split by columns: one part for each of ``blocks``."""
-        return list(hidden_BNH.split([block.shape[1] for block in self.blocks], dim=-1))
+        """``hidden_BNH`` split by columns: one part for each of ``blocks``, then the three parts that ``listed`` adds."""
+        listed = [self.candidates * DIGITS, 1, self.candidates] if self.listed and self.candidates else []
+        return list(hidden_BNH.split([*(block.shape[1] for block in self.blocks), *listed], dim=-1))
+
+    @property
+    def corrects(self) -> bool:
+        """Whether the logits are not those of the matrix alone."""
+        return self.correction_VR is not None or self.listed
 
     def uncorrected(self) -> Unembedding:
         """The same without the correction: its logits do not depend on the guesses before."""
@@ -67,3 +83,14 @@ def selected(logits_BNV: Tensor, part_BNR: Tensor, correction_VR: Tensor, ids_BN
     """The corrected logits of some tokens, [B, N, C]: only their rows of the correction are read."""
     rows_BNCR = correction_VR[ids_BNC].to(part_BNR.dtype)
     return logits_BNV.gather(-1, ids_BNC) + (rows_BNCR @ part_BNR[..., None]).squeeze(-1)
+
+
+def in_digits(ids_NC: Tensor, dtype: torch.dtype) -> Tensor:
+    """Token ids [.., C] as numbers [.., C * DIGITS] that ``dtype`` holds exactly."""
+    return torch.stack([ids_NC // BASE**i % BASE for i in range(DIGITS)], dim=-1).flatten(-2).to(dtype)
+
+
+def of_digits(digits_NX: Tensor) -> Tensor:
+    """The ids [.., C] that ``in_digits`` turned into these numbers."""
+    digits_NCX = digits_NX.long().unflatten(-1, (-1, DIGITS))
+    return sum((digits_NCX[..., i] * BASE**i for i in range(DIGITS)), torch.zeros_like(digits_NCX[..., 0]))

@@ -27,6 +27,7 @@ SERVED: dict[str, dict[str, Any]] = {  # small drafters that engines can load, w
     "peagle": dict(layers=1, depth=3, mask_token=95),
     "dflare": dict(layers=1, block=4, mask_token=95),
     "dflash2": dict(layers=1, block=4, rank=8, mask_token=95),
+    "lilicorr": dict(layers=1, block=4, width=16, factors=8, mask_token=95),
     "xpress": dict(layers=1, block=4, rank=16, mlp_hidden=64, mask_token=95),
     "dspark": dict(layers=1, block=4, rank=8, mask_token=95),
     "domino": dict(layers=1, block=4, rank=8, gru=8, mask_token=95),
@@ -117,8 +118,11 @@ def learn_by_heart(drafter: Drafter, target: Target, texts: list[list[int]], dep
         loss = torch.zeros(())
         for d, draft in enumerate(unroll(drafter, roots, None, depth), start=1):
             unembedding = drafter.unembedding(d)
-            logits = unembedding.to_target(unembedding.logits(draft.hidden_BNH[:, : -1 - d]), len(ends.head_VD))
-            loss = loss + F.cross_entropy(logits.flatten(0, 1), tokens_BT[:, 1 + d :].flatten())
+            hidden_BNH = draft.hidden_BNH[:, : -1 - d]
+            # where scores are listed, only the logits before teach the backbone which tokens to list
+            every = [unembedding.logits(hidden_BNH), *([judged(drafter, d, hidden_BNH)] if unembedding.listed else [])]
+            for logits in (unembedding.to_target(each, len(ends.head_VD)) for each in every):
+                loss = loss + F.cross_entropy(logits.flatten(0, 1), tokens_BT[:, 1 + d :].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

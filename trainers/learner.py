@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 from headstart.data.batch import ReplayBatch, TargetBatch, TokenBatch
 from headstart.heads.base import Draft, Drafter
-from headstart.heads.errors import UserError
+from headstart.heads.errors import UserError, warn_once
 from headstart.heads.unembedding import Unembedding
 from headstart.heads.unroll import unroll
 from headstart.inference.reports.walk import Walk, walk_rows
@@ -22,6 +22,7 @@ from headstart.trainers.beside import confidence_loss, feature_loss
 from headstart.trainers.losses import LossOut, fused_loss
 from headstart.trainers.metrics import by_depth
 from headstart.trainers.on_policy import check_on_policy
+from headstart.trainers.selector import LISTED
 from headstart.trainers.terms import BESIDE, Constants, check_kernel, check_loss
 
 
@@ -71,7 +72,8 @@ class Learner(nn.Module):
             raise UserError(f"loss.{what} is of chains of guesses, {drafter.config['head']} is trained on single ones: take loss.{instead}")
         check_loss(terms, weighting, constants)
         if terms.keys() <= set(BESIDE):
-            for name, does in (("selector", "orders the candidates that a divergence finds"), ("base", "repeats the divergences")):
+            ordered = dict.fromkeys(("selector", *LISTED), "orders the candidates that a divergence finds")
+            for name, does in (*ordered.items(), ("base", "repeats the divergences")):
                 if name in terms:
                     raise UserError(f"loss.terms.{name} {does}: name a divergence too, such as kl")
         check_kernel(kernel, terms, next(drafter.parameters()).device)
@@ -161,13 +163,17 @@ class Learner(nn.Module):
         hidden = [draft.first_BTH if some and draft.first_BTH is not None else draft.hidden_BNH for draft in drafts]
 
         judged = figures or "confidence" in self.beside  # whether matches and acceptance are needed
-        selector = self.beside.get("selector", 0.0)
-        if selector and unembeddings[0].candidates is None:
-            raise UserError("loss.terms.selector needs a drafter that reorders candidates: this one does not")
+        ordering = {name: self.beside[name] for name in ("selector", *LISTED) if name in self.beside}
+        if ordering and unembeddings[0].candidates is None:
+            raise UserError(f"loss.terms.{next(iter(ordering))} needs a drafter that reorders candidates: this one does not")
+        if unembeddings[0].listed and not ordering:
+            warn_once(f"no term of the loss trains the order of this drafter's candidates: +loss.terms.{next(iter(LISTED))}=0.25 does")
+        if not unembeddings[0].listed and (lacking := ordering.keys() & LISTED.keys()):
+            raise UserError(f"loss.terms.{min(lacking)} needs a drafter that lists the scores of its candidates: this one does not")
 
         def loss_of(hidden: list[Tensor], unembeddings: list[Unembedding]) -> LossOut:
             target = (batch.final_BTD, drafter.ends, batch.tokens_BT, supervised, self.terms, self.decay, self.chunk)
-            chosen: dict[str, Any] = dict(weighting=self.weighting, constants=self.constants, kernel=self.kernel, selector=selector)
+            chosen: dict[str, Any] = dict(weighting=self.weighting, constants=self.constants, kernel=self.kernel, ordering=ordering)
             with record_function("loss"):
                 return fused_loss(hidden, unembeddings, *target, figures=judged, ask_BA=ask_BA, **chosen)
 
@@ -228,7 +234,7 @@ class Learner(nn.Module):
 
 def _check_corrects(unembedding: Unembedding, name: str) -> None:
     """Raises UserError for ``loss.NAME`` where a drafter does not correct the guesses of a backbone that the loss could teach apart."""
-    lacks = "has no correction" if unembedding.correction_VR is None else "learns its backbone by the divergences anyway"
+    lacks = "has no correction" if unembedding.candidates is None else "learns its backbone by the divergences anyway"
     if unembedding.correction_VR is None or unembedding.candidates is not None:
         raise UserError(f"loss.{name} is for drafters that correct the guesses of a backbone: this one {lacks}")
 

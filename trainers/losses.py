@@ -13,7 +13,7 @@ hidden, C positions of a chunk, R draft rows of a chunk, S positions of a strip,
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -66,7 +66,7 @@ def fused_loss(
     weighting: str = "decay",
     constants: Constants = None,
     kernel: str = "auto",
-    selector: float = 0.0,
+    ordering: Mapping[str, float] | None = None,
 ) -> LossOut:
     """Weighted sum of ``terms`` (divergence name -> weight) over depths 1..K. Each list has one entry per depth.
 
@@ -77,8 +77,8 @@ def fused_loss(
     K; on a GPU more, see chunks.guesses_of). The forward pass computes the gradients and keeps them until ``backward``, which can run
     once. Weights that require no gradient (the target's head) get none. ``figures=False`` skips what is only logged (matches,
     acceptance), which takes a tenth of a step in torch. ``kernel``: see ``terms.kernel_of``.
-    Where an unembedding has candidates, ``terms`` judge its uncorrected logits, and trainers/selector.py judges how the candidates are
-    ordered, with the weight ``selector``. Raises UserError for an unknown term, weighting or constant.
+    Where an unembedding has candidates, ``terms`` judge its uncorrected logits, and trainers/selector.py the order of the candidates.
+    ``ordering``: the terms of that order -> their weights. Raises UserError for an unknown term, weighting or constant.
     """
     weighed = [(weight, term(name, constants)) for name, weight in terms.items()]
     weigh, device = weighting_of(weighting, constants), final_BTD.device
@@ -107,7 +107,7 @@ def fused_loss(
         looked = walk(sums([h.detach() for h in hidden], terms=[], in_kernel=Weights.of({}, constants), weight_KP=weight_KP))
         weight_KP = weight_KP * weigh(looked.alpha_KBT, looked.true_KBT, supervised_KBT.to(device)).flatten(1)
     in_kernel = None if by == "torch" else Weights.of(terms, constants)
-    return walk(sums(hidden, terms=weighed, in_kernel=in_kernel, weight_KP=weight_KP, selector=selector, figures=figures))
+    return walk(sums(hidden, terms=weighed, in_kernel=in_kernel, weight_KP=weight_KP, ordering=ordering, figures=figures))
 
 
 def _dtype_of(hidden: Tensor) -> torch.dtype:
@@ -122,12 +122,12 @@ class _Sums:
     def __init__(
         self, hidden: list[Tensor], *, unembeddings: list[Unembedding], parts: list[Chunk], shape: tuple[int, ...],
         terms: list[tuple[float, Divergence]], in_kernel: Weights | None, weight_KP: Tensor, ask_BA: Tensor | None, by: str,
-        selector: float = 0.0, figures: bool = True,
+        ordering: Mapping[str, float] | None = None, figures: bool = True,
     ) -> None:  # fmt: skip
         """``by``: what computes the loss (``terms.kernel_of``); ``in_kernel``: the same terms, as the kernels take them."""
         self.hidden, self.terms, self.weight_KP, self.figures, self.in_kernel = hidden, terms, weight_KP, figures, in_kernel
         self.kernel = None if by == "torch" else importlib.import_module(KERNELS[by])
-        self.shape, self.selector, device = shape, selector, hidden[0].device
+        self.shape, self.ordering, device = shape, ordering, hidden[0].device
         self.dtype = _dtype_of(hidden[0])
         # each root's row in ``hidden``, or -1 if it has none. Not used for depths with a row for every root; None: all depths have that
         self.row_P: Tensor | None = None
@@ -171,8 +171,9 @@ class _Sums:
             fill(logits_RV, parts[0], self.cast[id(unembedding.weight_VH)])
             selection = None
             if unembedding.candidates is not None:  # before the judge overwrites the logits
-                place_R, matrix = torch.cat([places[k] for k in depths]), self.cast[id(unembedding.correction_VR)]
-                selection = Selection.of(logits_RV, parts[1], matrix, unembedding.candidates, said_CV, place_R)
+                place_R, matrix = torch.cat([places[k] for k in depths]), self.cast.get(id(unembedding.correction_VR))
+                rest = parts[1:], matrix, said_CV, place_R, data_C[place_R], self.ordering
+                selection = Selection.of(logits_RV, unembedding.candidates, *rest)
             else:
                 for part_RH, block in zip(parts[1:], unembedding.blocks[1:], strict=True):
                     logits_RV.addmm_(part_RH, self.cast[id(block)].T)
@@ -183,7 +184,7 @@ class _Sums:
         for unembedding, depths, parts, grad_RV, selection in products:
             done = list[Tensor]()
             if selection is not None:
-                done = self._select(selection, id(unembedding.correction_VR), depths, roots, grad_RV, parts[1])
+                done = self._select(selection, id(unembedding.correction_VR), depths, roots, grad_RV, parts[1:])
                 if self.figures:
                     self._look(selection, said_CV, data_C, depths, roots, places)
             if self.grad:  # the judge has overwritten the logits with their gradient
@@ -240,17 +241,15 @@ class _Sums:
             logits_RV.copy_(torch.autograd.grad(loss, leaf_RV)[0])
 
     def _select(
-        self, selection: Selection, matrix: int, depths: list[int], roots: Sequence[Tensor], grad_RV: Tensor, part_RX: Tensor
+        self, selection: Selection, matrix: int, depths: list[int], roots: Sequence[Tensor], grad_RV: Tensor, parts: list[Tensor]
     ) -> list[Tensor]:
-        """Add the selector's loss, and its gradient to that of the logits. Returns the gradient of ``part_RX`` in a list, which is empty if
-        no gradients are needed. ``matrix``: the id of the correction matrix, which multiplies ``part_RX``.
-        """
-        weight_R = self.selector * torch.cat([self.weight_KP[k, roots[k]] for k in depths])
-        losses = torch.stack([weight_R, torch.full_like(weight_R, self.selector)]) * selection.loss_R
+        """Add the order's loss, and its gradient to the logits'. Returns those of ``parts``, if needed. ``matrix``: the correction's id."""
+        weight_R = torch.cat([self.weight_KP[k, roots[k]] for k in depths])
+        losses = torch.stack([weight_R, torch.ones_like(weight_R)]) * selection.loss_R
         for k, loss_2R in zip(depths, losses.split([len(roots[k]) for k in depths], dim=1), strict=True):
             self.loss_K[k] += loss_2R[0].sum()
             self.plain_K[k] += loss_2R[1].sum()
-        return [selection.backward(weight_R, grad_RV, part_RX, self.cast[matrix], self.grads_VH.get(matrix))] if self.grad else []
+        return selection.backward(weight_R, grad_RV, parts, self.cast.get(matrix), self.grads_VH.get(matrix)) if self.grad else []
 
     def _look(
         self, selection: Selection, said_CV: Tensor, data_C: Tensor, depths: list[int], roots: Sequence[Tensor], places: Sequence[Tensor]

@@ -22,7 +22,7 @@ Constants = Mapping[str, Mapping[str, float]] | None  # term or weighting -> con
 Weighting = Callable[[Tensor, Tensor, Tensor], Tensor]  # (alpha_KBT, true_KBT: see LossOut; supervised_KBT) -> [K, B, T]
 # Terms that are not divergences of two distributions (trainers/beside.py, selector.py). base: the divergences once more, for the guesses
 # without their correction (trainers/learner.py).
-BESIDE = ("feature", "confidence", "selector", "base")
+BESIDE = ("feature", "confidence", "selector", "choice", "distractor", "base")
 
 
 def chain(alpha_KBT: Tensor, true_KBT: Tensor, supervised_KBT: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""The folder of DFlash and the drafters built on it, as vLLM and SGLang load it (Domino: SGLang alone; DFlare: AngelSlim).
+"""The folder of DFlash and the drafters built on it, as vLLM and SGLang load it (Domino: SGLang alone; DFlare: AngelSlim;
+LiLiCorr: TensorRT-LLM too).
 
 Names are Qwen3's without a prefix. Embedding and head are the target's and not in the file; the mask is a token of the target. With a
 trimmed vocabulary, the file has the head and the maps of ``heads/vocab.py``, as EAGLE-3's does. Only vLLM reads them. It would not notice
@@ -23,11 +24,12 @@ from headstart.heads.formats import keys, llama
 from headstart.heads.formats.keys import alike, architecture, flag, need, part, shown
 from headstart.heads.formats.llama import llama_arguments, llama_config
 from headstart.heads.formats.llama import read as read
-from headstart.heads.serving import Command, sglang, vllm
+from headstart.heads.serving import Command, sglang, tensorrt_llm, vllm
 from headstart.heads.vocab import ids_of, maps_of
 
 DFLASH, DFLASH2, DSPARK, XPRESS = "DFlashDraftModel", "DFlash2DraftModel", "Qwen3DSparkModel", "Qwen3XPressModel"
 DFLARE = "QwenDFlareDraftModel"  # of AngelSlim, the library of its authors
+LILICORR = "LiLiCorrDraftModel"
 THEIRS = {
     "markov_w1.weight": "markov_head.markov_w1.weight",
     "markov_w2": "markov_head.markov_w2.weight",
@@ -85,22 +87,48 @@ DSPARK_ONLY: dict[str, tuple[Any, ...]] = {
 SLIDING, FULL, FROM_ANCHOR = "sliding_attention", "full_attention", "sliding_window_from_anchor"
 WINDOW_KEYS = ("layer_types", "sliding_window", "use_sliding_window")
 TRIMMABLE = ("dflash", "jetspec", "dspark")  # may have a trimmed vocabulary
-ARCHITECTURE = {"dspark": DSPARK, "dflash2": DFLASH2, "xpress": XPRESS, "dflare": DFLARE}  # all others: DFLASH
-CONV = {"conv_taps": "conv_kernel_size", "conv_group": "conv_group_size", "rank": "selector_rank", "candidates": "selector_top_k"}
+ARCHITECTURE = {"dspark": DSPARK, "dflash2": DFLASH2, "xpress": XPRESS, "dflare": DFLARE, "lilicorr": LILICORR}  # all others: DFLASH
+CONV = {"conv_taps": "conv_kernel_size", "conv_group": "conv_group_size"}
+SELECTOR = {"rank": "selector_rank", "candidates": "selector_top_k"}
+LATTICE = {
+    ours: f"lilicorr_{theirs}"
+    for ours, theirs in {
+        "candidates": "candidate_topk",
+        "width": "hidden_size",
+        "factors": "factor_dim",
+        "lattice_layers": "num_layers",
+        "lattice_heads": "num_heads",
+        "lattice_mlp": "mlp_ratio",
+        "logit_scale": "logit_scale",
+        "vector_eps": "vector_eps",
+    }.items()
+}
+NUMBERED = {  # names in LiLiCorr's head, as libraries may number its layers -> the names that all engines know
+    "lilicorr.feature_mlp.0.": "lilicorr.feature_norm.",
+    "lilicorr.feature_mlp.1.": "lilicorr.feature_mlp.up_proj.",
+    "lilicorr.feature_mlp.3.": "lilicorr.feature_mlp.down_proj.",
+    ".mlp.0.": ".mlp.up_proj.",
+    ".mlp.2.": ".mlp.down_proj.",
+}
 REFINER = {"rank": ("xpress_rank", 256), "mlp_hidden": ("xpress_mlp_hidden", 512)}  # our setting, vLLM's key, its default
 DOMINO_ONLY: dict[str, tuple[Any, ...]] = {"shift_label": (True, None), "pure_draft_prefix_len": (1, None)}
-ONLY = {"dspark": DSPARK_ONLY, "domino": DOMINO_ONLY}
-PROJECTORS = ("dflash", "dspark", "domino")  # SpecForge's and ModelOpt's values of projector_type
+LILICORR_ONLY: dict[str, tuple[Any, ...]] = {"sample_from_anchor": (False, None), "lilicorr_enabled": (True, None)}
+ONLY = {"dspark": DSPARK_ONLY, "domino": DOMINO_ONLY, "lilicorr": LILICORR_ONLY}
+PROJECTORS = ("dflash", "dspark", "domino", "lilicorr")  # SpecForge's and ModelOpt's values of projector_type
 
 
 def names(drafter: Any) -> dict[str, str]:
-    """Qwen3's names, which ours are; what DSpark, Domino, DFlash 2 and XPress add gets its authors' names."""
+    """Qwen3's names, which ours are; what other drafters add gets its authors' names, which are ours in LiLiCorr."""
     return {name: THEIRS.get(name, name) for name in drafter.state_dict()}
 
 
 def canonical(name: str) -> str:
     """The engines' name for a name in a file: without the prefix of a whole model, or translated from the speculators library's names."""
-    return LIBRARY.get(name, name.removeprefix("model."))
+    name = LIBRARY.get(name, name.removeprefix("model."))
+    if name.startswith("lilicorr."):
+        for numbered, named in NUMBERED.items():
+            name = name.replace(numbered, named)
+    return name
 
 
 def extras(drafter: Any) -> dict[str, Tensor]:
@@ -132,7 +160,11 @@ def config(drafter: Any) -> dict[str, Any]:
         block |= {"projector_type": "domino", "shift_label": True, "pure_draft_prefix_len": 1}
         block |= {"gru_hidden_dim": drafter.gru, "emb_dim": drafter.widen.shape[1]}
     if head == "dflash2":
-        block |= {theirs: drafter.config[ours] for ours, theirs in CONV.items()}
+        block |= {theirs: drafter.config[ours] for ours, theirs in (CONV | SELECTOR).items()}
+    if head == "lilicorr":
+        sizes = drafter.config | {"width": drafter.width, "factors": drafter.factors}
+        block |= {theirs: sizes[ours] for ours, theirs in LATTICE.items()} | {"lilicorr_enabled": True}
+        block |= {theirs: drafter.config[ours] or 0 for ours, theirs in CONV.items()}
     if head == "xpress":
         # Engines refine whole blocks in passes. Each pass settles at least one more slot, so with as many passes as slots they guess what
         # step by step drafting guesses. xpress_topc=0: they choose among all tokens, not only among the backbone's likeliest ones.
@@ -142,7 +174,7 @@ def config(drafter: Any) -> dict[str, Any]:
 
 
 def recognises(config: dict[str, Any]) -> bool:
-    """A folder with one of the five architecture names."""
+    """A folder with one of the architecture names."""
     return _architecture(config) in (DFLASH, *ARCHITECTURE.values())
 
 
@@ -153,7 +185,7 @@ def _architecture(config: dict[str, Any]) -> str:
 
 
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
-    """Which of the seven drafters it is, and its sizes. Raises UserError for keys that would change what engines compute."""
+    """Which drafter it is, and its sizes. Raises UserError for keys that would change what engines compute."""
     said = _said(config)
     named = {name: head for head, name in ARCHITECTURE.items()}.get(_architecture(config))
     head = named or ("domino" if said.get("projector_type") == "domino" else "jetspec" if _causal(said) else "dflash")
@@ -183,7 +215,11 @@ def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetS
     if head == "domino":
         found |= {"gru": said["gru_hidden_dim"], "rank": said["emb_dim"]}
     if head == "dflash2":
-        found |= {ours: said[theirs] for ours, theirs in CONV.items()}
+        found |= {ours: said[theirs] for ours, theirs in (CONV | SELECTOR).items()}
+    if head == "lilicorr":
+        found |= {ours: said[theirs] for ours, theirs in LATTICE.items()}
+        found |= {ours: said.get(theirs) or None for ours, theirs in CONV.items()}  # 0 in engines: no convolutions
+        found["width"] = found["width"] or shape.hidden_size
     if head == "xpress":  # the passes of engines, and their number of candidates, decide how close they come, not what the drafter is
         found |= {ours: said.get(theirs, default) for ours, (theirs, default) in REFINER.items()}
         found["block"] = said.get("xpress_block_size") or found["block"]
@@ -235,7 +271,10 @@ def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Comman
         return found
     if head == "dspark":
         return [*found, sglang(target, folder, "DSPARK", for_sglang)]
-    return [*found, sglang(target, folder, "DFLASH", for_sglang, num_draft_tokens=drafter.block)]  # includes the last known token
+    found.append(sglang(target, folder, "DFLASH", for_sglang, num_draft_tokens=drafter.block))  # includes the last known token
+    if head == "lilicorr" and not drafter.windowed:  # TensorRT-LLM has no window that is causal
+        found.append(tensorrt_llm(target, folder, whole, "a build of its main branch of 2026", kind="DFlash"))
+    return found
 
 
 def _needs(drafter: Any) -> tuple[str, str]:
@@ -243,11 +282,12 @@ def _needs(drafter: Any) -> tuple[str, str]:
     head, windowed = drafter.config["head"], len(drafter.windowed)
     releases = {"dflash": ("0.20.2", "0.5.11"), "jetspec": ("0.32", "0.5.17"), "dspark": ("0.32", "0.5.18")}
     releases |= {"dflash2": ("0.29", "0.5.23"), "domino": ("0.29", "0.5.23"), "xpress": ("0.33", "0.5.23")}
+    releases["lilicorr"] = ("0.32", "0.5.23")
     in_vllm, in_sglang = releases[head]
     if windowed or drafter.draft_ids is not None:
         in_vllm = "0.33"
     # vLLM's older runner, which CPUs have, cannot mix layers with and without a window
-    on_gpu = head in ("dflash2", "dspark", "xpress") or 0 < windowed < len(drafter.layers)
+    on_gpu = head in ("dflash2", "dspark", "xpress", "lilicorr") or 0 < windowed < len(drafter.layers)
     for_sglang = f"{'0.5.23' if windowed else in_sglang} or newer"
     if windowed and not (drafter.causal or drafter.window_causal):
         for_sglang += " with --attention-backend fa3 (Triton has no window in layers that look both ways)"

@@ -166,7 +166,7 @@ def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Comman
         needs = "0.5.18 or newer" if joint else "0.5.14 or newer" if later or deep else "0.4.6 or newer"
         found.append(sglang_chain(target, folder, "EAGLE3", guesses, needs))
     if not deep and not joint:  # TensorRT-LLM names the first of several layers differently, and looks for norm_before_fc elsewhere
-        layers = {"eagle3_layers_to_capture": [k - 1 for k in drafter.taps]} if own else {}
+        layers: dict[str, Any] = {"eagle3_layers_to_capture": [k - 1 for k in drafter.taps]} if own else {}
         newer = ", 1.3.0rc21 or newer: older ones leave out fc_norm and norm_output without a word" if later else ""
         found.append(tensorrt_llm(target, folder, guesses, f"PyTorch backend{newer}", **layers))
     return found

@@ -25,15 +25,18 @@ from headstart.heads.unroll import unroll
 from headstart.heads.visibility import CausalSees
 from tests.drafters import fresh, make, random_tokens, roots_of
 from tests.heads.reference import Reference
+from tests.heads.test_lattice import Lattice
 from tests.tiny_targets import tiny_target
 
 TARGET, MASK = functools.cache(tiny_target), 95
 SMALL: dict[str, dict[str, Any]] = {
-    name: dict(layers=2, block=5, taps=[2, 3, 5]) for name in ("dflash", "jetspec", "dflare", "dflash2", "xpress", "dspark", "domino")
+    name: dict(layers=2, block=5, taps=[2, 3, 5])
+    for name in ("dflash", "jetspec", "dflare", "dflash2", "lilicorr", "xpress", "dspark", "domino")
 }
 SMALL["domino"] |= dict(gru=24, rank=12)
 SMALL["dspark"] |= dict(rank=10)
 SMALL["dflash2"] |= dict(rank=10, candidates=12, conv_taps=3, conv_group=8)
+SMALL["lilicorr"] |= dict(width=24, factors=10, candidates=4, lattice_heads=4)
 SMALL["xpress"] |= dict(rank=16, mlp_hidden=64)
 SMALL["peagle"] = dict(layers=2, depth=4, taps=[2, 3, 5])
 EXTRA = {
@@ -48,6 +51,29 @@ EXTRA = {
         *(f"xpress_head.{x}.weight" for x in ("w1", "w2", "down_h", "down_g", "in_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")),
         "xpress_head.mix.L",
     },
+    "lilicorr": {
+        *(f"lilicorr.{x}" for x in ("slot_embedding", "rank_embedding", "relative_slot_bias", "same_slot_bias")),
+        *(f"lilicorr.{x}_norm.weight" for x in ("output", "anchor")),
+        *(f"lilicorr.layers.{i}.{x}" for i in (0, 1) for x in ("attn_norm.weight", "mlp_norm.weight")),
+        *(f"lilicorr.layers.{i}.attn.in_proj_{x}" for i in (0, 1) for x in ("weight", "bias")),
+        *(
+            f"lilicorr.{x}.{y}"
+            for y in ("weight", "bias")
+            for x in (
+                "token_proj",
+                "pass_hidden_proj",
+                "context_proj",
+                "feature_norm",
+                "feature_mlp.up_proj",
+                "feature_mlp.down_proj",
+                *(f"layers.{i}.{z}" for i in (0, 1) for z in ("attn.out_proj", "mlp.up_proj", "mlp.down_proj")),
+                "factor_input_proj",
+                "out_head",
+                "in_head",
+                "anchor_out_head",
+            )
+        ),
+    },
     "dspark": {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight", "confidence_head.proj.weight", "confidence_head.proj.bias"},
     "domino": {"prefix_gru.weight_ih_l0", "prefix_gru.weight_hh_l0", "embed_proj.0.weight", "embed_proj.2.weight"},
 }
@@ -55,6 +81,7 @@ EXTRA = {
 ARCHITECTURES = {
     "dflare": "QwenDFlareDraftModel",
     "dflash2": "DFlash2DraftModel",
+    "lilicorr": "LiLiCorrDraftModel",
     "xpress": "Qwen3XPressModel",
     "dspark": "Qwen3DSparkModel",
 }
@@ -76,6 +103,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("dflash2", dict(window=6, window_causal=False)),
     ("domino", dict(window=6, window_layers=[1])),
     ("xpress", dict(window=6, window_layers=[1])),
+    ("lilicorr", dict(window=6, window_layers=[1])),
 ]
 TRIMMABLE, IDS = ("dflash", "jetspec", "dspark"), [0, 2, 3, 5, 8, 13, 21, 34, 55, 89]
 CASES += [*((name, dict(draft_vocab=IDS)) for name in TRIMMABLE), ("dspark", dict(draft_vocab=IDS, window=6))]
@@ -84,13 +112,18 @@ CASES += [*((name, dict(draft_vocab=IDS)) for name in TRIMMABLE), ("dspark", dic
 class Engine(Reference):
     """Adds what DFlash's folders need. The context's keys and values are made by each layer from what the target's states became."""
 
+    def joined(self, tapped: list[Tensor]) -> Tensor:
+        """What the target's states become, for all layers."""
+        ids = (self.config | self.config.get("dflash_config", {}))["target_layer_ids"]
+        return self.norm(self.linear(torch.cat([tapped[i + 1] for i in ids], -1), "fc"), "hidden_norm")
+
     def block(self, tapped: list[Tensor], bonus: int, position: int) -> Tensor:
         """The slots after the last norm: the bonus token, then masks, at ``position`` on."""
         settings = self.config | self.config.get("dflash_config", {})
         ids, slots = settings["target_layer_ids"], settings["block_size"]
         mixes, context = self.w.get("layer_fusion_weights"), torch.empty(0)  # DFlare's, of each layer and tap
         if mixes is None:
-            context = self.norm(self.linear(torch.cat([tapped[i + 1] for i in ids], -1), "fc"), "hidden_norm")
+            context = self.joined(tapped)
         x = self.embed[torch.tensor([bonus] + [settings["mask_token_id"]] * (slots - 1))]
         where, positions = torch.arange(position), position + torch.arange(slots)
         row, column = positions[:, None], torch.cat([where, positions])
@@ -225,6 +258,10 @@ def test_engines_compute_what_we_do(name: str, changes: dict[str, Any], tmp_path
             context = part["predecessor_codebook"][tokens[root + 1 + k]] * (part["hidden_projection.weight"] @ slots[k + 1])
             scores = x[ids] + part["successor_codebook"][ids] @ context
             logits[k] = torch.full_like(x, -torch.inf).index_copy(0, ids, scores)
+    if name == "lilicorr":
+        before, z = tokens[root + 1 :], engine.joined([s[: root + 1] for s in states])[-1]
+        lattice = Lattice(w, engine.config, engine.embed, slots[1:], torch.stack(logits), z)
+        logits = [lattice.logits(d, before[d - 1], 96).float() for d in range(1, 5)]
     if name == "xpress":
         logits = list(torch.stack(logits) + refined(w, slots, tokens[root + 1 : root + 2] + tokens[root + 1 : root + 5]))
     if name == "dspark":
@@ -386,6 +423,7 @@ def test_what_a_folder_cannot_say_is_refused(tmp_path: Path) -> None:
         ("dflash", "layer_types", ["sliding_attention", "full_attention"]),
         ("domino", "shift_label", False),
         ("dflash2", "sample_from_anchor", True),
+        ("lilicorr", "sample_from_anchor", True),
         ("xpress", "sample_from_anchor", True),
     ]:
         folder = tmp_path / f"{name}-{key}"

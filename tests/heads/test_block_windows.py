@@ -32,6 +32,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("jetspec", dict(window_layers=[1])),
     ("domino", dict(window_layers=[0])),
     ("xpress", dict(window_layers=[1])),
+    ("lilicorr", dict(window_layers=[1])),
     ("dflash2", dict(window_causal=False, window_slides=False)),
 ]
 EACH = pytest.mark.parametrize(("name", "changes"), CASES)

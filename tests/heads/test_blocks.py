@@ -26,7 +26,7 @@ from tests.drafters import fresh, make, random_tokens, roots_of
 from tests.tiny_targets import tiny_target
 
 TARGET = functools.cache(tiny_target)
-BACKBONE = ["dflash", "jetspec", "dflare", "dflash2", "xpress", "dspark", "domino"]
+BACKBONE = ["dflash", "jetspec", "dflare", "dflash2", "lilicorr", "xpress", "dspark", "domino"]
 BLOCKS = [*BACKBONE, "peagle"]
 SMALL: dict[str, dict[str, Any]] = {name: dict(layers=2, block=5) for name in BACKBONE} | {"peagle": dict(layers=2, depth=4)}
 EXACT = dict(rtol=0, atol=1e-5)

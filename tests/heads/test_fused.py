@@ -302,6 +302,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "eagle, two layers": {"layers": 2, "norm_before_residual": True, "fc_norm": False, "norm_before_fc": True},
     "eagle1": {},
     "dflash": {},
+    "lilicorr": {},
     "peagle": {},
     "mtp": {},
 }

@@ -51,6 +51,9 @@ FOUND: list[tuple[str, dict[str, Any], tuple[Any, ...] | None, dict[str, Any], s
     ("dflare", dict(layers=2, block=8), None, {}, set()),
     ("dflash2", dict(layers=2, block=8, **MASK), ("dflash", 7), {}, {"vLLM", "SGLang"}),
     ("xpress", dict(layers=2, block=8, **MASK), ("dflash", 7), {}, {"vLLM"}),
+    ("lilicorr", dict(layers=2, block=8, **MASK), ("dflash", 7), {}, {"vLLM", "SGLang", "TensorRT-LLM"}),
+    ("lilicorr", dict(layers=2, block=8, window=16, **MASK), ("dflash", 7), {}, {"vLLM", "SGLang"}),
+    ("lilicorr", dict(layers=2, block=8), None, {}, set()),
     ("dspark", dict(layers=2, block=7, **MASK), ("dspark", 7), {}, {"vLLM", "SGLang"}),
     ("domino", dict(layers=2, block=7, **MASK), None, {}, {"SGLang"}),
     ("draft_lm", {}, ("draft_model", 6), {}, {"vLLM", "SGLang", "transformers"}),
@@ -244,8 +247,8 @@ def check_readable(made: Serving) -> None:
                 assert int(flags["--speculative-num-draft-tokens"]) == int(flags["--speculative-num-steps"]) + 1
         if command.engine == "TensorRT-LLM":
             said = yaml.safe_load(words[1])["speculative_config"]
-            assert said["speculative_model_dir"] == DIR and said["max_draft_len"] == 6 and words[-1] == words[3]
-            assert said["decoding_type"] == "Eagle"  # 1.2.1 knows no Eagle3
+            assert said["speculative_model_dir"] == DIR and words[-1] == words[3]
+            assert said["max_draft_len"] == {"Eagle": 6, "DFlash": 7}[said["decoding_type"]]  # 1.2.1 knows no Eagle3
 
 
 def test_our_own_command_composes(target: Target) -> None:

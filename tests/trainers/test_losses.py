@@ -281,7 +281,7 @@ def test_gradients_are_handed_over_once() -> None:
 
 
 def test_unknown_term() -> None:
-    with pytest.raises(UserError, match="'kll': there are base, ce, confidence, data_ce, feature, jsd, kl"):
+    with pytest.raises(UserError, match="'kll': there are base, ce, choice, confidence, data_ce, distractor, feature, jsd, kl"):
         Case().fused({"kll": 1.0})
 
 

@@ -95,7 +95,7 @@ def test_what_is_counted_without_numbers_is_what_there_is(head: str) -> None:
 
 
 @pytest.mark.parametrize("weighting", ["decay", "dpace"])
-@pytest.mark.parametrize("head", ["eagle", "dflash", "dflare", "dspark", "domino", "dflash2", "xpress"])
+@pytest.mark.parametrize("head", ["eagle", "dflash", "dflare", "dspark", "domino", "dflash2", "lilicorr", "xpress"])
 def test_operations_of_the_loss(head: str, weighting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside those of a real loss, forward and backward: a frozen head has no gradient of its own, a selector reads its candidates. A
     weighting takes a pass more, and Domino's loss without the correction is there in half the steps.
@@ -104,8 +104,10 @@ def test_operations_of_the_loss(head: str, weighting: str, monkeypatch: pytest.M
     asked, B, T, K = small(head), 2, 32, 3
     if head == "dflash2":
         asked["head"] |= {"rank": 8, "candidates": 5}
+    if head == "lilicorr":
+        asked["head"] |= {"width": 16, "factors": 8}
     if head != "eagle":
-        asked["head"] |= {"block": K + (head in ("dflash", "dflare", "dflash2", "xpress")), "anchors": 16}
+        asked["head"] |= {"block": K + (head in ("dflash", "dflare", "dflash2", "lilicorr", "xpress")), "anchors": 16}
     asked["loss"] |= {"depth": K, "weighting": weighting}
     target = Target(AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG)))
     drafter = hub.build(head, target.shape, **{k: v for k, v in asked["head"].items() if k != "name"}).train()
@@ -121,7 +123,7 @@ def test_operations_of_the_loss(head: str, weighting: str, monkeypatch: pytest.M
     if again:
         plain = [u.parts(x)[0] for u, x in zip(unembeddings, hidden, strict=True)]
         judged.append((again, plain, [u.uncorrected() for u in unembeddings]))
-    counted, more = 0.0, dict[str, Any](ask_BA=ask, selector=1.0, weighting=weighting)
+    counted, more = 0.0, dict[str, Any](ask_BA=ask, ordering={"selector": 1.0}, weighting=weighting)
     for share, guesses, heads in judged:
         with Operations() as loss:
             fused_loss(guesses, heads, final, target.ends, tokens, supervised, {"kl": 1.0}, 0.8, 64, **more)

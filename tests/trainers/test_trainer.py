@@ -177,8 +177,9 @@ def test_schedules():
 def test_muon_moves_the_matrices_inside_and_adamw_all_the_rest(name, target):
     drafter = quiet(name, target)
     trained = {id(p): p for p in drafter.parameters() if p.requires_grad}
-    # a base kernel: scales of channels, side by side, which decay would pull away from 1; fusion weights: what weighs a state, each
-    scales = ("base_kernel", "layer_fusion_weights")
+    # a base kernel: scales of channels, side by side, which decay would pull away from 1; fusion weights: what weighs a state, each; what
+    # is added for a slot or a rank: one vector or number for each
+    scales = ("base_kernel", "layer_fusion_weights", "slot_embedding", "rank_embedding", "relative_slot_bias")
     vectors = {id(p) for key, p in drafter.named_parameters() if p.ndim <= 1 or key.endswith(scales)}
     for kind in ("adamw", "muon"):
         optimizers = open_optimizers(drafter, kind, 1e-3, (0.9, 0.95), 0.01)
