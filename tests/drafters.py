@@ -114,7 +114,8 @@ def learn_by_heart(drafter: Drafter, target: Target, texts: list[list[int]], dep
     roots, ends = roots_of(target, drafter, torch.tensor(texts)), target.ends
     tokens_BT = roots.read_BT
     optimizer = torch.optim.AdamW(drafter.train().parameters(), lr=5e-3, weight_decay=0.0)
-    for _ in range(steps):
+    listed = drafter.unembedding(1).listed  # it learns the candidates first, then their order
+    for _ in range(2 * steps if listed else steps):
         loss = torch.zeros(())
         for d, draft in enumerate(unroll(drafter, roots, None, depth), start=1):
             unembedding = drafter.unembedding(d)
