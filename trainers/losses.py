@@ -127,7 +127,7 @@ class _Sums:
         """``by``: what computes the loss (``terms.kernel_of``); ``in_kernel``: the same terms, as the kernels take them."""
         self.hidden, self.terms, self.weight_KP, self.figures, self.in_kernel = hidden, terms, weight_KP, figures, in_kernel
         self.kernel = None if by == "torch" else importlib.import_module(KERNELS[by])
-        self.shape, self.ordering, device = shape, ordering, hidden[0].device
+        self.shape, self.ordering, device = shape, ordering or {}, hidden[0].device
         self.dtype = _dtype_of(hidden[0])
         # each root's row in ``hidden``, or -1 if it has none. Not used for depths with a row for every root; None: all depths have that
         self.row_P: Tensor | None = None
