@@ -88,13 +88,13 @@ def prepare(
         own = {name: each | {"trainer": each["trainer"] | {"steps": trainer["steps"]}} for name, each in own.items()}
         drafters = {name: first_drafter(name, each, about, source, runs[name]) for name, each in own.items()}
         parts = dict(target=target, data=data, decode=decode, export=export, tracker=tracker, trainer=trainer, parallel=parallel)
+        taps = sorted({tap for drafter, _ in drafters.values() for tap in drafter.taps})
+        about.expect(taps, trainer["length"])  # before the processes meet: the first may read all weights, while no watch counts yet
         job = Job(
             places, about, source, open_accelerator(trainer["precision"], about.device, trainer["timeout"]), several=arms is not None,
-            settings=parts | {"served": served}, own=own, changed=changed or {},
-            taps=sorted({tap for drafter, _ in drafters.values() for tap in drafter.taps}), decoding=decoding,
+            settings=parts | {"served": served}, own=own, changed=changed or {}, taps=taps, decoding=decoding,
             dtype=about.dtype if export["dtype"] == "auto" else DTYPES[export["dtype"]], reported=report == "here", room=Room(out_wait),
         )  # fmt: skip
-        about.expect(job.taps, trainer["length"])
         if capture is not None:
             job.source = _capturing(job, capture, stack)
         if job.reported:

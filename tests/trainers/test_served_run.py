@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from headstart.data import endpoint
+from headstart.data.served import ServedTarget
 from headstart.data.shards import Shards
 from headstart.door.data import capture_states
 from headstart.heads.errors import UserError
 from headstart.trainers import checkpoint, memory
+from headstart.trainers import prepare as preparing
 from headstart.trainers.arm import Arm
 from headstart.trainers.plan import Plan, plan
 from headstart.trainers.run import fit, prepare, run
@@ -60,6 +62,18 @@ def test_a_report_has_prompts_that_fit(composed: Composed, overrides: list[str],
     asked = [word for word in served if word != "report=none"]
     with prepare(**composed(*overrides, *asked)) as job:
         assert len(job.prompts) == 1
+
+
+def test_the_server_is_checked_before_the_processes_meet(
+    composed: Composed, overrides: list[str], served: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first process reads all weights for the check. From the meeting on the others would count it as one that hangs."""
+    order = list[str]()
+    for place, name in ((ServedTarget, "expect"), (preparing, "open_accelerator")):
+        usual = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda *of, name=name, usual=usual: (order.append(name), usual(*of))[1])
+    with prepare(**composed(*overrides, *served)):
+        assert order == ["expect", "open_accelerator"]
 
 
 def test_a_server_that_dies(
