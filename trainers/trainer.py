@@ -10,6 +10,7 @@ change the gradient. The exception is loss.weighting=dpace, which normalizes eac
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -75,6 +76,9 @@ def fit(
             else:
                 if at != step:
                     batches = stream(step * accumulate, accelerator.process_index, accelerator.num_processes)
+                    if step:  # streamed data have no places: all rows before this one are read again
+                        with watch.patiently(f"step {step + 1}, its place in the data"):
+                            batches = itertools.chain([next(batches)], batches)
                 at = step = step + 1
                 shown = step % log_every == 0 or step in (1, steps)
                 if (active := loop.step(active, batches, accumulate, steps, shown)) and shown:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from headstart.data.batch import TokenBatch
 from headstart.door.launch import free_port
 from headstart.trainers.arm import Arm
 from headstart.trainers.watch import Watch
 from tests.tiny_targets import tiny_target
-from tests.trainers.small import quiet, train
+from tests.trainers.small import quiet, repetitive, train
 
 
 @pytest.fixture
@@ -68,3 +69,20 @@ def test_it_watches_while_arms_are_opened(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(ZeroDivisionError):
         train(quiet("medusa", target), target, tmp_path / "run", steps=1)
     assert seen == ["watched", f"the opening of {tmp_path / 'run'}"]
+
+
+def test_a_resumed_run_looks_for_its_place_in_the_data_without_a_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streamed data are read from their beginning for it."""
+    watches, patient, target, packed = list[Watch](), list[bool](), tiny_target(), repetitive()
+    enter, stream = Watch.__enter__, packed.stream
+    monkeypatch.setattr(Watch, "__enter__", lambda self: (watches.append(self), enter(self))[1])
+
+    def noted(*where: Any) -> Iterator[TokenBatch]:
+        for batch in stream(*where):
+            patient.append(watches[-1].alone)
+            yield batch
+
+    monkeypatch.setattr(packed, "stream", noted)
+    for steps in (3, 5):
+        train(quiet("medusa", target), target, tmp_path / "run", steps=steps, packed=packed, schedule="constant")
+    assert patient == [False] * 3 + [True, False]
