@@ -24,7 +24,7 @@ from headstart.door.arguments import ERRORS
 from headstart.heads.errors import UserError
 from headstart.heads.parent import with_its_parent
 
-PATIENCE = 30.0  # seconds until the remaining processes are killed (see ``_wait``)
+PATIENCE, LAST = 30.0, 300.0  # seconds until the remaining processes are killed (see ``_wait``)
 POLL = 0.1  # seconds
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 Process = subprocess.Popen[bytes]
@@ -56,8 +56,11 @@ def launch(command: Sequence[str], processes: int) -> int:
                 children.append(subprocess.Popen(command, env=environment, **own))
             code = _wait(children, signals)
         finally:
-            _kill(children)
+            killed = _kill(children)
         _say(errors)
+        if killed and not code:  # else what has failed is said, or it was a signal
+            which = f"process{'es' * (len(killed) > 1)} {', '.join(map(str, killed))} {'were' if len(killed) > 1 else 'was'} killed"
+            print(f"{which}, {LAST:g} seconds after process 0 had ended: what they were writing may be incomplete", file=sys.stderr)
     code = code or (130 if signals else 0)  # the signal came when all processes had ended
     return code if code >= 0 else 128 - code
 
@@ -66,8 +69,8 @@ def _wait(children: Sequence[Process], signals: list[int]) -> int:
     """Pass ``signals`` on until all processes have ended, or are to be killed. Returns the exit code of the first one that failed.
 
     There is no time limit at first: processes may finish a step, write a checkpoint, or wait for a full disk. Once a process has failed,
-    rank 0 has ended, or a third Ctrl-C has come, the others get ``PATIENCE`` seconds: they may be waiting for a process that is gone, in
-    a collective operation that no signal interrupts.
+    or a third Ctrl-C has come, the others get ``PATIENCE`` seconds: they may be waiting for a process that is gone, in a collective
+    operation that no signal interrupts. Once rank 0 has ended otherwise, they get ``LAST`` seconds: they may write the rest of a capture.
     """
     code, asked, until = 0, Counter[int](), float("inf")
     while alive := [child for child in children if child.poll() is None]:
@@ -79,8 +82,10 @@ def _wait(children: Sequence[Process], signals: list[int]) -> int:
             asked[number := signals.pop(0)] += 1
             for child in alive:
                 child.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
-        if failed or children[0] not in alive or asked[signal.SIGINT] > 2:  # rank 0 ends only when the run is done
+        if failed or asked[signal.SIGINT] > 2:
             until = min(until, time.monotonic() + PATIENCE)
+        elif children[0] not in alive:  # it ends only when the run is done
+            until = min(until, time.monotonic() + LAST)
         if time.monotonic() > until:
             return code or (130 if asked else 0)
         time.sleep(POLL)
@@ -100,13 +105,14 @@ def _caught() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _kill(children: Sequence[Process]) -> None:
-    """Kill the processes that still run, with those that they have started."""
-    for child in children:
-        if child.poll() is None:
-            with suppress(OSError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+def _kill(children: Sequence[Process]) -> list[int]:
+    """Kill the processes that still run, with those that they have started. Returns their ranks."""
+    running = [rank for rank, child in enumerate(children) if child.poll() is None]
+    for child in (children[rank] for rank in running):
+        with suppress(OSError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+    return running
 
 
 def _say(errors: IO[bytes]) -> None:

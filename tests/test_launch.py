@@ -109,13 +109,27 @@ def test_an_ignored_signal_stays_ignored(launched: Launched) -> None:
         ('[ $RANK = 0 ] && exit 0; trap "" TERM; ' + FOREVER, 0),  # the first has done everything when it ends
     ],
 )
-def test_none_outlives_the_others(script: str, code: int, launched: Launched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_none_outlives_the_others(
+    script: str, code: int, launched: Launched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(launching, "PATIENCE", 1.0)
+    monkeypatch.setattr(launching, "LAST", 1.0)
     started = list[subprocess.Popen[bytes]]()
     wait = launching._wait
     monkeypatch.setattr(launching, "_wait", lambda children, signals: started.extend(children) or wait(children, signals))
     assert launched(script) == code
     assert len(started) == 3 and all(child.returncode is not None for child in started)
+    killed = "processes 1, 2 were killed, 1 seconds after process 0 had ended: what they were writing may be incomplete\n"
+    assert capsys.readouterr().err == ("" if code else killed)
+
+
+def test_what_others_still_write_when_the_first_has_ended_is_waited_for(
+    launched: Launched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last shard of a capture, for example: that takes longer than a process that hangs is given."""
+    monkeypatch.setattr(launching, "PATIENCE", 0.1)
+    assert launched("[ $RANK = 0 ] || { sleep 0.5; touch $OUT/written-$RANK; }") == 0
+    assert len(list(tmp_path.glob("written-*"))) == 2 and capsys.readouterr().err == ""
 
 
 def test_the_one_that_writes_what_was_trained_is_waited_for(launched: Launched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
