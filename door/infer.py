@@ -14,6 +14,7 @@ python -m inference advise target=NAME gpu=h100 task=chat                  is sp
 from __future__ import annotations
 
 import importlib
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,17 @@ def folders_within(proposer: Any) -> list[str]:
     return own + [folder for each in proposer.values() for folder in folders_within(each)]
 
 
+def _as_one(device: str) -> AbstractContextManager[None]:
+    """Around the work of a command: if processes share the target, one that fails ends at once, and the others hear of it."""
+    from headstart.inference.decoding.placement import is_shared
+
+    if not is_shared(device):
+        return nullcontext()
+    from headstart.trainers.processes import together
+
+    return together()
+
+
 OWN_FOLDERS = {"": report_folder, "evaluate": evaluation_folder}
 COMPARE = {"": compare_runs, "evaluate": compare_evaluations}
 
@@ -213,7 +225,8 @@ def main() -> None:
         check_contents(config)
         doors = {"": report, "tune": tune, "diagnose": diagnose, "expect": expect, "evaluate": evaluate}
         door = doors.get(command) or importlib.import_module(f"headstart.inference.serving.{command}").main
-        door(config)
+        with _as_one(config["target"]["device"]):
+            door(config)
 
     enter(command or "inference", run, examples(__doc__, command), at_end=COMPARE.get(command))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
@@ -317,6 +318,23 @@ def test_a_command_that_cannot_run_is_one_line(tmp_path: Path, monkeypatch: pyte
         assert call("inference", [*arguments, "target.device=tp"], tmp_path, monkeypatch) == 2
         said = capsys.readouterr().err
         assert said.startswith("error: ") and said.count("\n") == 1 and all(word in said for word in words)
+
+
+@pytest.mark.parametrize(("device", "ends"), [("tp", [2]), ("cpu", [])])
+def test_a_process_that_fails_does_not_wait_for_those_that_share_the_target(
+    device: str, ends: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its end it would wait for their process group, which waits for this process."""
+    codes = list[int]()
+
+    def failing(_: object) -> None:
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(atexit, "register", lambda _, code: codes.append(code))
+        raise UserError("no memory is left")
+
+    monkeypatch.setattr("headstart.door.infer.report", failing)
+    asked = [f"speculator={EAGLE}", f"prompts={ROOT}/LICENSE", f"target.device={device}"]
+    assert call("inference", asked, tmp_path, monkeypatch) == 2 and codes == ends
 
 
 def test_a_key_that_is_new_within_a_known_one() -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.auto import WORTH
 from headstart.inference.decoding.decode import Generation
@@ -55,11 +57,21 @@ def check_decoders(decoders: Mapping[str, Decoder], longest: int) -> None:
 def decode_together(
     decoders: Sequence[Decoder], prompts: Sequence[Sequence[int]], how: Callable[[int], SamplingParams], size: int, new_tokens: int
 ) -> list[list[Unit]]:
-    """For each decoder its units of ``size`` prompts. The decoders take turns at going first. ``how(i)``: the sampling of prompt i."""
+    """For each decoder its units of ``size`` prompts. The decoders take turns at going first. ``how(i)``: the sampling of prompt i.
+
+    Raises torch.OutOfMemoryError where they do not fit; UserError instead if several processes share the target.
+    """
 
     def once(decoder: Decoder, places: Sequence[int], new_tokens: int) -> Unit:
         asked = [prompts[i] for i in places]
-        made, seconds = decoder.timed_many(asked, new_tokens=new_tokens, sequences=size, sampling=[how(i) for i in places])
+        try:
+            made, seconds = decoder.timed_many(asked, new_tokens=new_tokens, sequences=size, sampling=[how(i) for i in places])
+        except torch.OutOfMemoryError as e:
+            if decoder.target.shared:  # of its processes this one alone may know
+                raise UserError(
+                    f"decode.sequences: {size} at once do not fit into the memory of every process: leave {size} and more out"
+                ) from e
+            raise
         return Unit(places, made, seconds)
 
     found: list[list[Unit]] = [[] for _ in decoders]

@@ -18,6 +18,7 @@ from headstart.inference.decoding.decoder import Decoder
 from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.sampling import SamplingParams
+from headstart.inference.decoding.target import Target
 from headstart.inference.proposers.ngram import Ngram
 from headstart.inference.reports.figures import bootstrap
 from headstart.inference.reports.measure import Contender, make_report, make_reports
@@ -164,6 +165,18 @@ def test_what_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     report = make_report(TARGET(), drafter(), ASKED, TREE, SamplingParams(), sequences=[2, 3, 4], **how)
     assert [row["sequences"] for row in report["batches"]] == [1, 2, 1, 2] and report.lossless
     assert "3 sequences do not fit into the device's memory" in capsys.readouterr().out
+
+
+def test_where_processes_share_the_target_too_little_memory_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them may be the only one with too little. The others would wait for it in their next pass."""
+
+    def full(*_: Any, **how: Any) -> Any:
+        monkeypatch.setattr(Target, "shared", True)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(Decoder, "timed_many", full)
+    with pytest.raises(UserError, match=r"decode\.sequences: 3 at once do not fit .*every process: leave 3 and more out"):
+        make_report(TARGET(), drafter(), ASKED, TREE, SamplingParams(), new_tokens=4, sequences=[3])
 
 
 # ---- what is made of them ----
