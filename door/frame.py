@@ -154,7 +154,9 @@ def _look_ahead(config_name: str, options: Any) -> _Many:
 
 
 def _one_of_many(config: DictConfig, config_name: str, run: Callable[[Settings], None], wrong: dict[str, str]) -> Done:
-    """One run of a --multirun. If it fails, its error is printed and returned, and the other runs go on."""
+    """One run of a --multirun. If it fails, its error is printed and returned, and the other runs go on. Of several processes all must
+    have failed for that: SystemExit is raised where this one is alone, because the others may still wait for it in this run.
+    """
     name, plain, why = label(config_name, overrides(), swept()), Settings(), ""
     if name in wrong:
         return Done(name, plain, wrong[name])
@@ -172,6 +174,12 @@ def _one_of_many(config: DictConfig, config_name: str, run: Callable[[Settings],
             traceback.print_exc()
         why = explain(e, config_name).replace("\n", "; ") or repr(e)
         print(f"error: {name}: {why}", file=sys.stderr, flush=True)
+    if why and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        from headstart.trainers.processes import failed_alike
+
+        if not failed_alike(name):
+            print(f"error: {name}: not all processes have failed alike: the remaining runs do not begin", file=sys.stderr, flush=True)
+            raise SystemExit(2)
     return Done(name, plain, why)
 
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from matplotlib.figure import Figure
 
 from headstart.data import source
 from headstart.door import infer
 from headstart.door.arguments import check_overrides
+from headstart.door.launch import free_port
 from headstart.door.sweep import WATCHED, folder_of_all, is_watched, joined, part, short
 from headstart.heads.errors import UserError
-from headstart.trainers import resume
+from headstart.trainers import processes, resume
 from tests.doors import call
 from tests.reports import a_report, an_evaluation, figures
 
@@ -224,6 +228,27 @@ def test_one_that_fails_is_named_and_the_others_go_on(
     found = json.loads(compared.read_text())
     assert [row["name"] for row in found["arms"]] == ["lr=0.1", "lr=0.2"] and found["failed"] == {f"lr={wrong}": says}
     assert [config["trainer"]["lr"] for config in trained if config["trainer"]["lr"] != float(wrong)] == [0.1, 0.2]
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_of_several_processes_all_must_fail_for_the_others_to_go_on(
+    alone: bool, trained: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A process that has failed alone would meet those of this run in the next one."""
+    monkeypatch.setattr(processes, "PATIENCE", 0.5 if alone else 60.0)
+    port = free_port()
+    kept = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    for key, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(key, str(value))
+    with ThreadPoolExecutor(1) as other:
+        if not alone:
+            other.submit(processes.failed_alike, "lr=2.0")
+        assert call("train", ["-m", "trainer.lr=0.1,2.0,0.2"], tmp_path, monkeypatch) == 2
+    del kept
+    assert [config["trainer"]["lr"] for config in trained] == ([0.1, 2.0] if alone else [0.1, 2.0, 0.2])
+    said = capsys.readouterr().err
+    assert "error: lr=2.0: training diverged\n" in said
+    assert said.endswith("the remaining runs do not begin\n" if alone else "error: 1 of 3 runs failed: lr=2.0\n")
 
 
 @pytest.mark.parametrize(

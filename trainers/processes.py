@@ -23,7 +23,7 @@ from headstart.heads.errors import UserError
 from headstart.inference.decoding.placement import is_main, multiplies_bf16, processes
 from headstart.trainers.arm import Arm
 
-PATIENCE = 60.0  # seconds within which the other processes must fail as well
+PATIENCE, ANSWER = 60.0, 20.0  # seconds within which the other processes must fail as well, and the store must answer
 # words in the errors of gloo, NCCL and torch's store that say that another process has ended
 GONE = ("Connection closed", "Connection was likely closed", "Connection reset", "Broken pipe", "ncclRemoteError")
 LONGEST = 1800.0  # the least timeout of collective operations, in seconds: long enough for loading a target, when no watch runs
@@ -132,8 +132,24 @@ def all_failed(accelerator: Accelerator, where: str) -> bool:
     """
     if accelerator.num_processes == 1:
         return True
-    store, key = torch.distributed.distributed_c10d._get_default_store(), f"failed {where}"
-    count, until = accelerator.num_processes, time.monotonic() + PATIENCE
+    return _counted(torch.distributed.distributed_c10d._get_default_store(), f"failed {where}")
+
+
+def failed_alike(run: str) -> bool:
+    """Whether a run of a --multirun that has failed in this process fails in all processes within PATIENCE seconds. They may not have met
+    yet, so this goes through the store of torchrun. False where no store answers.
+    """
+    try:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = torch.distributed.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=ANSWER))
+        return _counted(store, f"failed run {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)} {run}")
+    except (KeyError, ValueError, RuntimeError):  # RuntimeError: no connection, or the process that holds the store has gone
+        return False
+
+
+def _counted(store: torch.distributed.Store, key: str) -> bool:
+    """Count this process at ``key``, and wait until all are counted. Returns whether they are after PATIENCE seconds."""
+    count, until = processes(), time.monotonic() + PATIENCE
     all_here = -(-store.add(key, 1) // count) * count  # an earlier run of a --multirun may have left its count
     while store.add(key, 0) < all_here:
         if time.monotonic() > until:
