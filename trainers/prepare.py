@@ -20,7 +20,7 @@ from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
 from headstart.heads.files import put_text
 from headstart.inference.decoding.info import DTYPES, TargetInfo
-from headstart.inference.decoding.placement import is_main, processes
+from headstart.inference.decoding.placement import is_main, is_shared, processes
 from headstart.inference.provenance import provenance
 from headstart.inference.reports.several import sizes_of
 from headstart.inference.settings import Decode, Settings, open_decode, open_target, read_target
@@ -31,7 +31,7 @@ from headstart.trainers.joint import check_lora
 from headstart.trainers.parallel import DDP, check_parallel
 from headstart.trainers.patience import too_much
 from headstart.trainers.processes import open_accelerator
-from headstart.trainers.resume import Batch, batch_of, check_earlier, lasting
+from headstart.trainers.resume import Batch, batch_of, check_alike, check_earlier, lasting
 from headstart.trainers.sinks import Input
 from headstart.trainers.space import Room, places_of, taken
 from headstart.trainers.start import check_start, first_drafter
@@ -97,14 +97,14 @@ def prepare(
         )  # fmt: skip
         if capture is not None:
             job.source = _capturing(job, capture, stack)
-        if job.reported:
-            job.prompts = _report_prompts(decoding, source, about)
-        job.held_out = _held_out(job)
-        storage = None if capture is None else capture["storage"]  # the training depends on it, not on the folder
-        known: Settings = {"target": about.fingerprint, "rows": source.digest(), "capture": storage}
+        job.prompts = _report_prompts(decoding, source, about) if job.reported else []
+        known: Settings = {"target": about.fingerprint, "rows": source.digest(), "capture": capture and capture["storage"]}
         same = {name: lasting(each, data, batch, **known, **_counted(each["head"], drafters[name][0])) for name, each in own.items()}
         for name in own:  # refuse before anything in the folder changes
             check_earlier(runs[name], same[name], trainer["resume"])
+            if is_shared(target["device"]):  # the processes read held-out text together, and would fail there if their rows differ
+                check_alike(runs[name][0], 0, same[name])
+        job.held_out = _held_out(job)
         job.arms = [_open_arm(job, stack, name, *drafters[name], runs[name], same[name]) for name in own]
         job.held = stack.pop_all()
         return job

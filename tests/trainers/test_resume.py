@@ -17,6 +17,7 @@ from headstart.heads.errors import UserError
 from headstart.inference.decoding.target import Target
 from headstart.inference.reports.compare import flat
 from headstart.trainers import checkpoint, resume
+from headstart.trainers import prepare as preparing
 from headstart.trainers.optimizer import before_the_fall, learning_rate
 from headstart.trainers.resume import _same_settings
 from headstart.trainers.run import fit, prepare
@@ -250,3 +251,24 @@ def test_processes_that_differ_do_not_train_together(target: Target, tmp_path: P
             train(quiet("medusa", target), target, tmp_path / "run", **run)
     monkeypatch.setattr(resume, "gather_object", lambda here: here * 2)
     train(quiet("medusa", target), target, tmp_path / "run", **run)
+
+
+def test_processes_that_share_the_target_compare_their_rows_before_they_read_together(
+    composed: Composed, overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their passes would have different sizes, which gloo and NCCL do not say in words that help."""
+    read = list[object]()
+    monkeypatch.setattr(preparing, "is_shared", lambda device: device == "cpu", raising=False)
+    monkeypatch.setattr(preparing, "_held_out", lambda job: read.append(job) or [])
+
+    def with_another(here: list[Any]) -> list[Any]:
+        return [*here, (here[0][0], here[0][1] | {"rows": "others"})]
+
+    monkeypatch.setattr(resume, "gather_object", with_another)
+    settings = composed(*overrides, "target.device=cpu", "report=none")
+    with pytest.raises(UserError, match="the processes of this run differ in rows: start all of them"), preparing.prepare(**settings):
+        pass
+    assert read == []
+    monkeypatch.setattr(resume, "gather_object", lambda here: here * 2)
+    with preparing.prepare(**settings) as job:
+        assert read == [job]
