@@ -31,7 +31,7 @@ from headstart.data.pack import check_length, plan
 from headstart.data.packed import Document, Documents, Planned, sizes_of
 from headstart.data.table import Table
 from headstart.heads.errors import UserError
-from headstart.heads.files import cache_folder, put, put_folder, put_text, sealed, sha256
+from headstart.heads.files import cache_folder, put, put_folder, put_text, sealed, sha256, unfinished
 from headstart.heads.parent import forks_end_with_it
 from headstart.heads.stored import LARGEST_INDEX, read_json
 from headstart.inference.decoding.placement import is_main
@@ -40,6 +40,7 @@ VERSION = 4  # raise it when the same rows give other documents than before
 MAPPED = 1 << 28  # bytes: after reading about this many, a process releases its mapped pages
 AROUND = 1 << 20  # bytes: an estimate of what Linux maps additionally for a document, since it maps large pages of its cache whole
 BATCH = 256  # rows that a process tokenises at a time
+UNSEEN = 600.0  # seconds in which the first process must begin to make what the others wait for, on a file system without locks
 SHARE = 1024  # rows per process: for fewer another process does not pay
 
 Made = Document | str  # a row's document, or the reason why it has none
@@ -154,14 +155,20 @@ def tokenised(
 @contextmanager
 def only_one(folder: Path, there: Callable[[], bool]) -> Iterator[bool]:
     """Yields whether this process has to make what is missing (``there()`` is false). One process does, the others wait for it: the one
-    that has the lock, or on a file system without locks the first one of the run. Raises UserError if the cache cannot be written.
+    that has the lock, or on a file system without locks the first one of the run. Raises UserError if the cache cannot be written, or if
+    that first one makes something else.
     """
     if there():
         yield False
         return
     try:
         with waiting(folder.parent / f".{folder.name}.lock", "data.cache", "tokenised data") as held:
+            seen = time.monotonic()
             while not (held or is_main() or there()):  # else the processes of a run would remove each other's unfinished files
+                if folder.exists() or unfinished(folder).exists():
+                    seen = time.monotonic()
+                elif time.monotonic() - seen > UNSEEN:
+                    raise UserError("the first process makes other tokens: give all processes the same data (rows) and the same settings")
                 time.sleep(POLL)
             yield not there()
     except OSError as error:

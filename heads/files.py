@@ -63,12 +63,17 @@ def check_exported(folder: str | Path, key: str = "") -> None:
         raise UserError(f"{given}{str(folder)[:300]} cannot be read ({e.strerror}): give another folder") from None
 
 
+def unfinished(path: Path) -> Path:
+    """Where ``put`` and ``put_folder`` make a file or a folder before it gets to ``path``."""
+    return path.with_name(f".{path.name}.part")
+
+
 def put(path: Path, write: Callable[[Path], object]) -> None:
     """``write`` a file beside ``path``, sync it to disk, and move it to ``path``.
 
     If anything is raised before the move (OSError for a full disk, say), the earlier file stays untouched and nothing is left beside it.
     """
-    beside = path.with_name(f".{path.name}.part")
+    beside = unfinished(path)
     try:
         with _disk_errors():
             write(beside)
@@ -89,7 +94,7 @@ def put_folder(folder: Path, write: Callable[[Path], object]) -> None:
     """``put`` for a folder: ``write`` fills an empty folder, which then takes the place of ``folder``."""
     folder = folder.resolve()  # of a link: the folder that it leads to
     folder.parent.mkdir(parents=True, exist_ok=True)
-    beside, old = (folder.with_name(f".{folder.name}.{what}") for what in ("part", "old"))
+    beside, old = unfinished(folder), folder.with_name(f".{folder.name}.old")
     shutil.rmtree(beside, ignore_errors=True)  # left by a process that was killed
     try:
         beside.mkdir()

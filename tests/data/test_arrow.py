@@ -12,8 +12,9 @@ import shutil
 import subprocess
 import sys
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -252,3 +253,28 @@ def test_without_locks_the_first_process_of_a_run_makes_it(tmp_path: Path, monke
         monkeypatch.setenv("RANK", rank)
         with arrow.only_one(tmp_path / "made", partial(looks.pop, 0)) as first:
             assert first is wanted
+
+
+def test_without_locks_one_that_reads_other_data_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first process shows at once what it makes. While it does that, and where the folder is there but not whole, there is no limit."""
+
+    def without(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "no such thing here")
+
+    now = count(step=400.0)
+    monkeypatch.setattr(fcntl, "flock", without)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(arrow, "time", SimpleNamespace(monotonic=now.__next__, sleep=lambda _: None))
+    for name, made in (("made", ".made.part"), ("there", "there")):
+        (tmp_path / made).mkdir()
+        looks = [*[False] * 9, True, True]
+        with arrow.only_one(tmp_path / name, partial(looks.pop, 0)) as first:
+            assert not first and not looks
+    looks = [*[False] * 9, True, True]
+    with (
+        pytest.raises(
+            UserError, match=r"the first process makes other tokens: give all processes the same data \(rows\) and the same settings"
+        ),
+        arrow.only_one(tmp_path / "another", partial(looks.pop, 0)),
+    ):
+        pass
