@@ -36,7 +36,6 @@ from headstart.trainers.metrics import read_metrics
 from headstart.trainers.prepare import prepare
 from headstart.trainers.processes import leave, together
 from headstart.trainers.trace import Trace
-from headstart.trainers.trainer import Evaluated
 from headstart.trainers.trainer import fit as train
 
 LOOP = (  # settings of the trainer that go to the loop (trainers/trainer.py)
@@ -63,10 +62,9 @@ def run(**settings: Any) -> dict[str, Report]:
         return {}
 
 
-def fit(job: Job, evaluated: Evaluated | None = None) -> bool:
+def fit(job: Job) -> bool:
     """Train the arms. Returns whether the training was interrupted. In either case checkpoints hold the state.
 
-    ``evaluated(arm, figures)`` is called after every evaluation of an arm on held-out text; a UserError that it raises ends that arm.
     Only the first process has work left afterwards. Raises UserError if trainer.keep or trainer.patience lack the figures they need.
     """
     trainer, accelerator = job.settings["trainer"], job.accelerator
@@ -81,7 +79,6 @@ def fit(job: Job, evaluated: Evaluated | None = None) -> bool:
     loop: Settings = {k: trainer[k] for k in LOOP} | ({"keep": 2} if best else {})
     loop |= {
         "decode_last": best,
-        "evaluated": evaluated,
         "decoded": gate,
         "trace": Trace(job.places[0], trainer["profile"], accelerator.process_index),
     }

@@ -40,7 +40,6 @@ T = TypeVar("T")
 Observe = Callable[[TokenBatch, Collection[int]], TargetBatch]  # runs the target over a batch for these taps, if it is not captured
 
 
-Evaluated = Callable[[Arm, Mapping[str, float]], None]  # called with an arm and its figures after an evaluation on held-out text
 Decoded = Callable[[Arm], Mapping[str, float]]  # decodes with an arm's drafter as it is now and returns figures (trainers/gate.py)
 
 
@@ -48,16 +47,14 @@ def fit(
     arms: Sequence[Arm], stream: Callable[[int, int, int], Iterator[TokenBatch]], observe: Observe, held_out: list[TargetBatch],
     accelerator: Accelerator, *,
     steps: int, accumulate: int, save_every: int, keep: int, eval_every: int, log_every: int = 10, resume: bool, timeout: float = 600.0,
-    evaluated: Evaluated | None = None, trace: Trace | None = None, decode_every: int = 0, decode_last: bool = False,
-    decoded: Decoded | None = None,
+    trace: Trace | None = None, decode_every: int = 0, decode_last: bool = False, decoded: Decoded | None = None,
 ) -> bool:  # fmt: skip
     """Train the arms in place, up to ``steps`` steps. Returns whether it was interrupted. ``stream(start, rank, world)`` yields
     micro-batches from number ``start`` on. Arms that are behind (after a kill between two checkpoints, or added later) catch up first. A
     single arm's error is raised. Of several arms, each that fails is named and stopped; when the last one fails, UserError is raised.
-    ``evaluated`` is called after every evaluation of an arm; a UserError that it raises ends that arm. ``decoded`` is called for every arm
-    every ``decode_every`` steps (with ``decode_last`` after the last one too), in the first process only. A resumed run first makes up
-    the calls that an interrupt prevented. ``timeout``: seconds, see trainers/watch.py. ``trace`` is told of every step. Figures are
-    computed and logged for every ``log_every``-th step, the first and the last.
+    ``decoded`` is called for every arm every ``decode_every`` steps (with ``decode_last`` after the last one too), in the first process
+    only. A resumed run first makes up the calls that an interrupt prevented. ``timeout``: seconds, see trainers/watch.py. ``trace`` is told
+    of every step. Figures are computed and logged for every ``log_every``-th step, the first and the last.
     """
     main, at, batches = accelerator.is_main_process, -1, iter(list[TokenBatch]())
     with (
@@ -90,7 +87,7 @@ def fit(
                        "decoding": decode_every > 0 and (step % decode_every == 0 or (decode_last and last))}  # fmt: skip
                 for arm in active:
                     arm.due = [what for what, due in now.items() if due]
-            active, stop = loop.judge(active, held_out, evaluated, interrupt)
+            active, stop = loop.judge(active, held_out, interrupt)
             loop.stop_early(active, steps)
             due = stop or cut_off or step == steps or step % save_every == 0
             with interrupt.writing():
@@ -193,21 +190,19 @@ class _Loop:
                 arm.fitted.seconds += took / len(active)
         return stop
 
-    def judge(
-        self, active: list[Arm], held_out: list[TargetBatch], evaluated: Evaluated | None, interrupt: Interrupt
-    ) -> tuple[list[Arm], bool]:
+    def judge(self, active: list[Arm], held_out: list[TargetBatch], interrupt: Interrupt) -> tuple[list[Arm], bool]:
         """Evaluate the arms and decode with them where that is due, until asked to stop: the rest stays due, and a resumed run makes it up.
         Returns the arms that have not failed, and whether any process was asked to stop.
         """
         stop = self.asked_after_step(active, interrupt)
-        for what, call in (("evaluation", partial(self.evaluate, held_out, evaluated)), ("decoding", self.decode)):
+        for what, call in (("evaluation", partial(self.evaluate, held_out)), ("decoding", self.decode)):
             if not stop and (judged := [arm for arm in active if what in arm.due and not arm.failed]):
                 for arm in call(judged):
                     arm.due.remove(what)
                 stop = self.asked(interrupt)
         return [arm for arm in active if not arm.failed], stop
 
-    def evaluate(self, held_out: list[TargetBatch], evaluated: Evaluated | None, active: list[Arm]) -> list[Arm]:
+    def evaluate(self, held_out: list[TargetBatch], active: list[Arm]) -> list[Arm]:
         """Evaluate the arms on held-out text, if there is any. Returns those that have not failed."""
         for arm in active if held_out else ():
             with self.watch.patiently(f"step {arm.fitted.steps}, evaluation"), self._guard(arm, "evaluation"):
@@ -218,8 +213,6 @@ class _Loop:
                 arm.figures = {"step": arm.fitted.steps, **numbers}
                 if self.decoded is None:
                     arm.patience.judge(EXPECTED, numbers["heldout_expected_length"], arm.fitted.steps)
-                if evaluated is not None:
-                    evaluated(arm, numbers)
         return [arm for arm in active if not arm.failed]
 
     def decode(self, active: list[Arm]) -> list[Arm]:

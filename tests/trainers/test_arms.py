@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from headstart.inference.decoding.target import Target
 from headstart.trainers import checkpoint
 from headstart.trainers.arm import Arm
 from headstart.trainers.run import run
-from headstart.trainers.trainer import Evaluated, evaluate, fit
+from headstart.trainers.trainer import evaluate, fit
 from tests.drafters import HEADS, make
 from tests.tiny_targets import tiny_target
 from tests.trainers.conftest import small_run
@@ -34,9 +34,8 @@ def target() -> Target:
 
 
 def side_by_side(
-    target: Target, names: list[str], folder: Path, each: Callable[[int], None] | None = None, evaluated: Evaluated | None = None,
-    **changes: Any,
-) -> list[Arm]:  # fmt: skip
+    target: Target, names: list[str], folder: Path, each: Callable[[int], None] | None = None, held_out: bool = False, **changes: Any
+) -> list[Arm]:
     packed, passes = repetitive(), iter(range(10**6))
 
     def observe(batch: TokenBatch, taps: Collection[int]) -> TargetBatch:
@@ -54,9 +53,9 @@ def side_by_side(
         (folder / f"{i}").mkdir(parents=True, exist_ok=True)
         arms.append(open_arm(f"{i}", drafter, folder / f"{i}", loop))
     taps = {tap for arm in arms for tap in arm.drafter.taps}
-    held_out = [] if evaluated is None else [look(repetitive(seed=7, documents=12).batch(slice(0, 4)), target, taps)]
+    held = [look(repetitive(seed=7, documents=12).batch(slice(0, 4)), target, taps)] if held_out else []
     try:
-        fit(arms, stream, observe, held_out, Accelerator(cpu=True), evaluated=evaluated, **{k: loop[k] for k in COMMON})
+        fit(arms, stream, observe, held, Accelerator(cpu=True), **{k: loop[k] for k in COMMON})
     except BaseException as e:
         e.arms = arms  # type: ignore[attr-defined]
         raise
@@ -125,20 +124,26 @@ def test_when_all_fail_the_run_ends(target: Target, tmp_path: Path) -> None:
         side_by_side(target, SOME[:2], tmp_path, lr=float("inf"), warmup=0)
 
 
-def test_every_evaluation_is_told_and_may_end_an_arm(target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told: list[tuple[str, int, float]] = []
+def test_every_evaluation_is_logged_and_may_end_an_arm(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found: dict[str, list[float]] = {name: [] for name in SOME[:2]}
 
-    def evaluated(arm: Arm, figures: Mapping[str, float]) -> None:
-        told.append((arm.name, arm.fitted.steps, figures["heldout_loss"]))
-        if arm.name == "0" and arm.fitted.steps == 4:
+    def evaluated(learner: Any, batches: Any) -> dict[str, float]:
+        losses = found[learner.drafter.config["head"]]
+        losses.append((figures := evaluate(learner, batches))["heldout_loss"])
+        if losses is found[SOME[0]] and len(losses) == 2:
             raise UserError("it does not learn")
+        return figures
 
-    arms = side_by_side(target, SOME[:2], tmp_path / "gate", evaluated=evaluated, eval_every=2)
-    assert [(name, step) for name, step, _ in told] == [("0", 2), ("1", 2), ("0", 4), ("1", 4), ("1", 6)]
+    monkeypatch.setattr("headstart.trainers.trainer.evaluate", evaluated)
+    arms = side_by_side(target, SOME[:2], tmp_path / "gate", held_out=True, eval_every=2)
     assert arms[0].failed == "it does not learn" and arms[0].fitted.steps == 4 and not arms[1].failed
     assert "0: stopped after step 4, the others go on: it does not learn" in " ".join(capsys.readouterr().out.split())
-    lines = [json.loads(line) for line in (arms[1].run / "metrics.jsonl").read_text().splitlines()]
-    assert [line["heldout/loss"] for line in lines if "heldout/loss" in line] == [loss for name, _, loss in told if name == "1"]
+    lines = [json.loads(line) for arm in arms for line in (arm.run / "metrics.jsonl").read_text().splitlines()]
+    logged = [(line["step"], line["heldout/loss"]) for line in lines if "heldout/loss" in line]
+    first, second = found.values()
+    assert len(first) == 2 and logged == [(2, first[0]), *zip((2, 4, 6), second, strict=True)]
     assert equal(arms[1].drafter.state_dict(), alone(target, SOME[1], tmp_path / "alone"))
 
 
@@ -149,7 +154,7 @@ def test_an_evaluation_that_fails_ends_one_arm(target: Target, tmp_path: Path, m
         return evaluate(learner, batches)
 
     monkeypatch.setattr("headstart.trainers.trainer.evaluate", out_of_memory)
-    arms = side_by_side(target, SOME[:2], tmp_path, evaluated=lambda *_: None)
+    arms = side_by_side(target, SOME[:2], tmp_path, held_out=True)
     assert arms[0].failed == "no memory is left" and not arms[1].failed and arms[1].fitted.steps == LOOP["steps"]
 
 

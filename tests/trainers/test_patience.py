@@ -113,7 +113,7 @@ def test_of_several_arms_each_stops_by_itself(target: Target, tmp_path: Path, mo
         return {"heldout_loss": 1.0, "heldout_expected_length": next(mine)}
 
     monkeypatch.setattr(trainer, "evaluate", evaluate)
-    each = dict(eval_every=1, steps=6, evaluated=lambda *_: None)
+    each = dict(eval_every=1, steps=6, held_out=True)
     arms = side_by_side(target, [HEADS[0], HEADS[2]], tmp_path / "patient", patience=2, **each)
     assert [arm.fitted.steps for arm in arms] == [4, 6] and [arm.stopped for arm in arms] == [True, False]
     found.clear()
