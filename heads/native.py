@@ -18,8 +18,9 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,15 +102,39 @@ def _compiled() -> Path:
     key = hashlib.sha256(b"\0".join(about)).hexdigest()[:32]
     folder = _own(cache_folder() / "native")
     path = folder / f"{key}.so"
-    if not path.is_file() or not path.stat().st_size:  # empty if the machine crashed before the file was on disk
-        log.info("compiling %s for this processor, once", SOURCE.name)
-        with tempfile.TemporaryDirectory(dir=folder) as beside:
-            made = [str(Path(beside, name)) for name in ("native.o", "native.so")]
-            _run([*compiler, *FLAGS, str(SOURCE), "-o", made[0]])
-            _run([*compiler, "-shared", made[0], "-o", made[1]])  # without -fopenmp: that would add a second OpenMP
-            os.sync()
-            Path(made[1]).replace(path)
+    if not _is_there(path):
+        with _one_at_a_time(folder / f"{key}.lock"):
+            if not _is_there(path):
+                _compile(compiler, path)
     return path
+
+
+def _is_there(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0  # empty if the machine crashed before the file was on disk
+
+
+def _compile(compiler: Sequence[str], path: Path) -> None:
+    log.info("compiling %s for this processor, once", SOURCE.name)
+    with tempfile.TemporaryDirectory(dir=path.parent) as beside:
+        made = [str(Path(beside, name)) for name in ("native.o", "native.so")]
+        _run([*compiler, *FLAGS, str(SOURCE), "-o", made[0]])
+        _run([*compiler, "-shared", made[0], "-o", made[1]])  # without -fopenmp: that would add a second OpenMP
+        os.sync()
+        Path(made[1]).replace(path)
+
+
+@contextmanager
+def _one_at_a_time(lock: Path) -> Iterator[None]:
+    """Lets the processes of a run in one after the other. On a file system without locks they all enter, which costs time alone."""
+    import fcntl  # Windows has no such module, but imports this file
+
+    with lock.open("w") as file:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
 
 
 def _own(folder: Path) -> Path:

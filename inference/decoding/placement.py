@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import re
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,15 +106,16 @@ def multiplies_bf16(device: torch.device) -> bool:
     return torch.cuda.is_bf16_supported(including_emulation=False) if device.type == "cuda" else torch.cpu._is_avx512_bf16_supported()
 
 
+@functools.cache  # a process that decided twice could take its config from the hub and its weights from the cache
 def hub_answers() -> bool:
     """Whether the hub can be reached. If not, only downloaded files are used, instead of trying the hub again and again for a minute."""
     from huggingface_hub import constants, get_session
 
-    try:
-        get_session().head(constants.ENDPOINT, timeout=5)
-    except Exception:  # offline by setting, no network, no DNS, a proxy that refuses: each raises another type
-        return False
-    return True
+    for _ in range(2):  # one answer may be slow or lost, as when all processes of a cluster ask at once
+        with suppress(Exception):  # offline by setting, no network, no DNS, a proxy that refuses: each raises another type
+            get_session().head(constants.ENDPOINT, timeout=5)
+            return True
+    return False
 
 
 def check_folder(path: str) -> None:

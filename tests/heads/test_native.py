@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import shutil
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -255,6 +259,36 @@ def test_a_compiler_may_have_several_words(anew: Path, monkeypatch: pytest.Monke
     assert made.is_file() and len(ran) == 3 and all(command[:3] == ["env", "g++", "-m64"] for command in ran)
     monkeypatch.setenv("CXX", "env g++")  # its words may be options, which change what is compiled
     assert native._compiled() != made
+
+
+@needs_library
+@pytest.mark.parametrize("locks", [True, False])
+def test_of_processes_that_start_at_once_one_compiles(anew: Path, monkeypatch: pytest.MonkeyPatch, locks: bool) -> None:
+    compiled, both, about = list[str](), threading.Barrier(2), native._processor
+
+    def run(command: list[str]) -> str:
+        if "-o" in command:
+            compiled.append(command[-1])
+            time.sleep(0.2)  # meanwhile the other one finds no library
+            Path(command[-1]).write_text("made")
+        return ""
+
+    def processor() -> bytes:
+        both.wait(60)
+        return about()
+
+    def refused(*_: object) -> None:
+        raise OSError("no locks on this file system")
+
+    monkeypatch.setattr(native, "_run", run)
+    monkeypatch.setattr(native, "_processor", processor)
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", refused)
+    with ThreadPoolExecutor(2) as threads:  # a lock is an open file's, so that threads stand for processes
+        made = {done.result() for done in [threads.submit(native._compiled) for _ in range(2)]}
+    (path,) = made
+    assert path.read_text() == "made" and [*path.parent.iterdir()] == [path]  # nothing is left beside it
+    assert len(compiled) == 2 or not locks  # one object, one library
 
 
 def _no_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

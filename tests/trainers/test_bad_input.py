@@ -14,6 +14,7 @@ from headstart.data.source import open_source
 from headstart.door import infer
 from headstart.heads import hub
 from headstart.heads.errors import UserError
+from headstart.inference.decoding import placement
 from headstart.inference.decoding.target import Target
 from headstart.inference.settings import open_target
 from headstart.inference.speculator import open_speculator
@@ -110,6 +111,7 @@ def test_a_target_whose_weights_are_elsewhere(choice, network, composed, tmp_pat
     """It says what would be needed, from the config stored with it, and does not wait for a hub that is not there."""
     import huggingface_hub
 
+    placement.hub_answers.cache_clear()  # of the other network
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", network == "off by setting")
     if network == "missing":
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")

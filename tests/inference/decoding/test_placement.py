@@ -23,7 +23,7 @@ from headstart.inference import hf
 from headstart.inference.decoding import auto, context
 from headstart.inference.decoding.decode import check_prompt, generate, longest
 from headstart.inference.decoding.decoder import generate_batch
-from headstart.inference.decoding.placement import check_device
+from headstart.inference.decoding.placement import check_device, hub_answers
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.probe import check_driven
 from headstart.inference.decoding.propose import Drafting
@@ -363,3 +363,24 @@ def test_a_config_without_a_shape_that_is_known() -> None:
     assert TargetShape.of(GPT2Config(n_embd=32, n_head=2, n_inner=48)).intermediate_size == 48
     shape = TargetShape.of(LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 5e4}))
     assert shape.rope == {"rope_type": "default", "rope_theta": 5e4}
+
+
+@pytest.mark.parametrize(("failures", "answers", "asked"), [(0, True, 1), (1, True, 2), (9, False, 2)])
+def test_the_hub_is_asked_twice_before_a_process_takes_it_for_unreachable(
+    monkeypatch: pytest.MonkeyPatch, failures: int, answers: bool, asked: int
+) -> None:
+    """And a process asks only when it first needs to know, so that it does not decide twice."""
+    tries = list[str]()
+
+    class Session:
+        def head(self, url: str, timeout: float) -> None:
+            tries.append(url)
+            if len(tries) <= failures:
+                raise TimeoutError
+
+    monkeypatch.setattr("huggingface_hub.get_session", Session)
+    hub_answers.cache_clear()
+    try:
+        assert [hub_answers() for _ in range(3)] == [answers] * 3 and len(tries) == asked
+    finally:
+        hub_answers.cache_clear()
