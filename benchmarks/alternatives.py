@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from hydra import compose, initialize_config_dir
@@ -23,6 +23,7 @@ from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 
 Run = Callable[[Any], Generation]  # decodes a prompt, or any other input that the benchmark gives to its alternatives
+Name = TypeVar("Name")
 console = Console()
 
 
@@ -37,6 +38,18 @@ def for_run(*overrides: str) -> dict[str, Any]:
     """The settings that `python train.py` gives to a run: conf/config.yaml without the keys that only the command line uses."""
     kept = ("launcher", "path", "plan", "nodes", "gpus", "gpu", "gpu_hour")
     return {key: value for key, value in settings("config", *overrides).items() if key not in kept}
+
+
+def fastest(calls: Mapping[Name, Callable[[], object]], rounds: int, clock: Callable[[], float] = time.perf_counter) -> dict[Name, float]:
+    """The fastest time of each call in seconds. The calls take turns, in both directions, after a round that warms up."""
+    found = dict.fromkeys(calls, float("inf"))
+    for turn in range(rounds + 1):
+        for name in list(calls)[:: 1 if turn % 2 else -1]:
+            start = clock()
+            calls[name]()
+            if turn:
+                found[name] = min(found[name], clock() - start)
+    return found
 
 
 def turns(alternatives: dict[str, Run], prompts: Sequence[Any], title: str, repeats: int = 1) -> dict[str, list[list[Generation]]]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.alternatives import fastest
 from benchmarks.frame import keep, origin, parser
 from benchmarks.plan_memory import Arm, arm_of, random_target, step
 from headstart.inference.decoding.target import Target
@@ -37,17 +39,13 @@ CONFIG = dict(
 LOSS, TRAINER = dict(depth=3, chunk=512, terms={"kl": 1.0}, decay=0.8), dict(optimizer="adamw", lr=1e-3, betas=(0.9, 0.95))
 
 
-def fastest(target: Target, cases: dict[int, tuple[list[Arm], int]], turns: int) -> dict[int, float]:
+def steps(target: Target, cases: dict[int, tuple[list[Arm], int]], turns: int) -> dict[int, float]:
     """Name -> CPU seconds of a step. Each case: its arms, and the tokens of the row."""
-    found = dict.fromkeys(cases, float("inf"))
-    for turn in range(turns + 1):
-        for name in list(cases)[:: 1 if turn % 2 else -1]:
-            arms, tokens = cases[name]
-            start = time.process_time()
-            step(target, arms, torch.randint(target.shape.vocab_size, (1, tokens)))
-            if turn:  # the first turn warms up
-                found[name] = min(found[name], time.process_time() - start)
-    return found
+
+    def one(arms: list[Arm], tokens: int) -> None:
+        step(target, arms, torch.randint(target.shape.vocab_size, (1, tokens)))
+
+    return fastest({name: partial(one, *case) for name, case in cases.items()}, turns, time.process_time)
 
 
 def by_length(seconds: dict[int, float]) -> dict[str, Any]:
@@ -102,8 +100,8 @@ def main() -> None:
     torch.set_num_threads(1)
     target = random_target(CONFIG)
     arms = [arm_of(target, {"name": "eagle"}, LOSS, TRAINER) for _ in range(max(args.arms))]
-    made = by_length(fastest(target, {tokens: (arms[:1], tokens) for tokens in args.lengths}, args.turns))
-    made |= by_arms(fastest(target, {count: (arms[:count], args.tokens) for count in args.arms}, args.turns), args.tokens)
+    made = by_length(steps(target, {tokens: (arms[:1], tokens) for tokens in args.lengths}, args.turns))
+    made |= by_arms(steps(target, {count: (arms[:count], args.tokens) for count in args.arms}, args.turns), args.tokens)
     for row in (*made["lengths"], *made["arms"]):
         print(" ".join(f"{key} {value:,.5g}" for key, value in row.items()))
     about = {"target": CONFIG, "turns": args.turns, "tokens": args.tokens}

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.alternatives import Run, dynamic, figures, in_turn, seconds, static, transformers
+from benchmarks.alternatives import Run, dynamic, fastest, figures, in_turn, seconds, static, transformers
 from benchmarks.pair import planted_pair
 from headstart.heads.base import Drafter, Roots
 from headstart.inference.decoding.context import Context
@@ -227,12 +227,8 @@ class Costs:
             memory.rewind(held)
 
         calls: dict[int | str, Callable[[], None]] = {n: lambda n=n: verify(n) for n in (0, *NODES)} | {"level": level}
-        fastest = self.fastest.setdefault(tuple(tokens), {})
-        for _ in range(repeats):
-            for name, call in calls.items():
-                start = time.perf_counter()
-                call()
-                fastest[name] = min(fastest.get(name, float("inf")), time.perf_counter() - start)
+        before = self.fastest.get(tuple(tokens), {})
+        self.fastest[tuple(tokens)] = {name: min(took, before.get(name, took)) for name, took in fastest(calls, repeats).items()}
 
     def seconds(self, name: int | str) -> float:
         return statistics.mean(each[name] for each in self.fastest.values())

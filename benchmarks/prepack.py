@@ -19,7 +19,6 @@ turns; the fastest of several rounds counts.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import planted
-from benchmarks.alternatives import console
+from benchmarks.alternatives import console, fastest
 from benchmarks.frame import keep, origin, parser
 from benchmarks.tiny import open_tiny
 from headstart.heads import native, orders, prepack
@@ -51,17 +50,6 @@ ROWS = (1, 2, 4, 8, 16, 512)
 KEPT = 512  # rows that attention reads
 BYTES = 128 << 20  # of all copies of a matrix
 Calls = dict[str, Callable[[], object]]
-
-
-def fastest(calls: Calls, rounds: int) -> dict[str, float]:
-    """The fastest time in seconds."""
-    found = dict.fromkeys(calls, float("inf"))
-    for _ in range(rounds + 1):  # the first calls warm up
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            found[name] = min(found[name], time.perf_counter() - start)
-    return found
 
 
 def ways(x_NH: Tensor, dense: list[Tensor], packed: dict[str, list[Tensor]], chosen: Sequence[Callable[[Tensor], Tensor]]) -> Calls:

@@ -13,7 +13,6 @@ the fastest of ``--repeats`` counts. Ratios are our time over torch's.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.alternatives import console
+from benchmarks.alternatives import console, fastest
 from benchmarks.frame import keep, origin, parser
 from headstart.heads import native_flash
 from headstart.heads.base import TargetEnds
@@ -41,14 +40,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def beside(ours: Callable[[], Any], theirs: Callable[[], Any], repeats: int) -> dict[str, float]:
     """Milliseconds of both, and the ratio of our time to the other's."""
-    took: dict[str, list[float]] = {"ours": [], "torch": []}
-    for repeat in range(repeats + 1):
-        for name, run in (("ours", ours), ("torch", theirs)):
-            start = time.perf_counter()
-            run()
-            if repeat:  # the first run warms up
-                took[name].append(1000 * (time.perf_counter() - start))
-    found = {name: min(some) for name, some in took.items()}
+    found = {name: 1000 * seconds for name, seconds in fastest({"ours": ours, "torch": theirs}, repeats).items()}
     return found | {"ratio": found["ours"] / found["torch"]}
 
 

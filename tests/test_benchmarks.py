@@ -324,6 +324,21 @@ def test_attention_as_it_was_before_says_the_same() -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
 
 
+# ---- the fastest ----
+
+
+def test_calls_take_turns_and_the_fastest_behind_the_first_counts() -> None:
+    ran, now, took = list[str](), [0.0], {"a": iter([1.0, 5.0, 3.0, 4.0]), "b": iter([9.0, 7.0, 8.0, 6.0])}
+
+    def call(name: str) -> None:
+        ran.append(name)
+        now[0] += next(took[name])
+
+    calls = {name: functools.partial(call, name) for name in took}
+    assert alternatives.fastest(calls, 3, lambda: now[0]) == {"a": 3.0, "b": 6.0}
+    assert "".join(ran) == "baabbaab"
+
+
 # ---- growth ----
 
 
