@@ -36,7 +36,7 @@ from headstart.data.index import ALL, SUPERVISED, file_of, files_in_all, first_r
 from headstart.data.live import announced, look
 from headstart.data.packed import Packed, places
 from headstart.data.shards import FLAT, Shards, StoredBatch
-from headstart.data.source import Source, say
+from headstart.data.source import FirstRows, Source, say
 from headstart.heads.errors import UserError
 from headstart.heads.files import sealed
 from headstart.inference.decoding.target import Target
@@ -62,7 +62,7 @@ class Capturing:
         self.writer = Writer(open_folder(out), self.settings, rank, world)
         self.capture = sealed(self.settings)["sha256"][:16]  # part of each row file's name, since there may be no index yet to compare with
         held = 0 if self.held_out is None else rows_of(self.settings, shards_of(self.settings))
-        own = None if self.held_out is None else _HeldOut(self.held_out, held, len(self.packed))
+        own = None if self.held_out is None else FirstRows(held, self._held_out_rows)
         self.source = replace(source, stream=self.stream, observe=self.observe, held_out=own)
         self.accumulate, whole = accumulate, len(self.packed) + held
         self.kept, self.read = np.zeros(whole, bool), np.zeros(whole, bool)  # by row: written, and read, by any process
@@ -138,6 +138,12 @@ class Capturing:
         if len(lost):
             say(f"{len(lost):,} rows were trained on and not captured: they are read first")
         return (lost[i : i + batch_size] for i in range(0, len(lost), batch_size))
+
+    def _held_out_rows(self, rows: range) -> NumberedBatch:
+        """Held-out rows. They are numbered after the training rows."""
+        assert self.held_out is not None
+        before = len(self.packed)
+        return NumberedBatch.of(self.held_out.batch(rows), range(before + rows.start, before + rows.stop))
 
     def _numbered(self, some: Any) -> Iterator[NumberedBatch]:
         return (NumberedBatch.of(self.packed.batch(rows), rows.tolist()) for rows in some)
@@ -245,18 +251,3 @@ class Capturing:
         rows, written = int(self.kept[: len(self.packed)].sum()), size(sum(self.writer.folder.sizes().values()))
         say(f"captured so far: {rows:,} of {len(self.packed):,} rows, {written}, in {self.out}; more steps go on with it, or "
             f"`python -m data` over the same rows, with taps={self.settings['taps']} out={self.out}")  # fmt: skip
-
-
-class _HeldOut:
-    """The first ``count`` held-out rows. They are numbered after the ``before`` training rows."""
-
-    def __init__(self, packed: Packed, count: int, before: int) -> None:
-        self.packed, self.count, self.before = packed, count, before
-
-    def __len__(self) -> int:
-        return self.count
-
-    def batch(self, rows: slice) -> NumberedBatch:
-        """The held-out rows of a slice that counts from 0."""
-        some = range(*rows.indices(self.count))
-        return NumberedBatch.of(self.packed.batch(some), range(self.before + some.start, self.before + some.stop))

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
@@ -30,7 +31,7 @@ from headstart.data.folder import Elsewhere, open_folder
 from headstart.data.index import ALL, BUFFER, HELD_OUT, check_same, check_size, files_in_all, open_file, shards_of
 from headstart.data.packed import places
 from headstart.data.rows import file_rows
-from headstart.data.source import Source
+from headstart.data.source import FirstRows, Source
 from headstart.data.storage import decode, own_taps
 from headstart.heads.errors import UserError
 from headstart.heads.files import sealed
@@ -158,7 +159,7 @@ class Shards:
             raise UserError(f"{self.folder.of(file['name'])}: it has {file['final']} final states for {found} tokens: capture again")
         return _File(tensors, np.concatenate([[0], np.cumsum(counts.numpy())]))
 
-    def stored(self, rows: NDArray[np.int64] | list[int], within: int | None = None, states: bool = True) -> StoredBatch:
+    def stored(self, rows: NDArray[np.int64] | Sequence[int], within: int | None = None, states: bool = True) -> StoredBatch:
         """The rows with these numbers. ``within``: the numbers count from 0 within this file. Without ``states``, only tokens are read."""
         per_shard = self.index["rows_per_shard"]
         wanted = [*(f"tap_{tap}" for tap in own_taps(self.taps, self.layers)), "final"] if states else []
@@ -226,20 +227,6 @@ def ahead(made: Iterator[T]) -> Iterator[T]:
             pool.shutdown(cancel_futures=True)
 
 
-class HeldOut:
-    """The held-out rows of a captured folder, with the interface of ``source.Rows``."""
-
-    def __init__(self, shards: Shards) -> None:
-        self.shards = shards
-
-    def __len__(self) -> int:
-        return int(self.shards.index["held_out"]["rows"])
-
-    def batch(self, rows: slice) -> StoredBatch:
-        """The held-out rows of a slice that counts from 0."""
-        return self.shards.stored(list(range(*rows.indices(len(self)))), within=shards_of(self.shards.index))
-
-
 # ---- as a source of data ----
 
 
@@ -282,5 +269,6 @@ def open(target: TargetInfo, *, length: int, seed: int, path: str, prompts_file:
         keys = ("data.prompts_file", "decode.new_tokens", "data.on_long")
         return prompts.fitting(prompts_file, count, target, new, on_long, keys=keys)
 
-    held_out = None if shards.index.get("held_out") is None else HeldOut(shards)
+    held = shards.index.get("held_out")
+    held_out = None if held is None else FirstRows(int(held["rows"]), partial(shards.stored, within=shards_of(shards.index)))
     return Source(stream, observe, counts, held_out, ask, shards.digest, len(shards))

@@ -51,6 +51,21 @@ class Rows(Protocol):
 
 
 @dataclass
+class FirstRows:
+    """The first ``count`` rows, of those that ``read`` returns by their numbers."""
+
+    count: int
+    read: Callable[[range], TokenBatch]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def batch(self, rows: slice) -> TokenBatch:
+        """The rows of a slice that counts from 0."""
+        return self.read(range(*rows.indices(self.count)))
+
+
+@dataclass
 class Source:
     """Opened data. ``stream(taps, batch_size, seed, start_step, rank, world)`` yields endless batches. ``observe(batch, taps)`` adds the
     target's states to a batch.
