@@ -38,10 +38,10 @@ class TokenBatch:
         return mask
 
 
-def spans(documents_T: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(start, stop) of each document of a row. ``documents_T``: number of each token's document, as in a batch."""
-    borders = [i for i in range(1, len(documents_T)) if documents_T[i] != documents_T[i - 1]]
-    return zip([0, *borders], [*borders, len(documents_T)], strict=True)
+def spans(numbers_T: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(start, stop) of each run of equal numbers. Given the number of each token's document, as in a batch, these are the documents."""
+    borders = [i for i in range(1, len(numbers_T)) if numbers_T[i] != numbers_T[i - 1]]
+    return zip([0, *borders], [*borders, len(numbers_T)], strict=True)
 
 
 @dataclass

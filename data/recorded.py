@@ -36,11 +36,7 @@ def _all(shards: Shards, target: TargetInfo) -> Iterator[Recorded]:
                 yield Recorded(target, text[:begin], text[begin:], states, batch.final_BTD[:, part])
 
 
-def _runs(mask: list[bool]) -> Iterator[tuple[int, int]]:
+def _runs(mask: list[bool]) -> list[tuple[int, int]]:
     """(begin, end) of the supervised runs of a document. The first token is left out, because it has no prompt before it."""
-    edges = [i for i in range(1, len(mask) + 1) if i == len(mask) or mask[i] != mask[i - 1]]
-    begin = 1
-    for edge in edges:
-        if mask[edge - 1] and edge - begin >= LEAST:
-            yield begin, edge
-        begin = max(edge, 1)
+    runs = [(max(begin, 1), end) for begin, end in spans(mask) if mask[begin]]
+    return [(begin, end) for begin, end in runs if end - begin >= LEAST]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headstart.data.batch import spans
 from headstart.data.endpoint import key_in
 from headstart.data.engine import HOW, Engine, Said
 from headstart.heads.errors import UserError
@@ -165,8 +166,7 @@ def open_served(target: Settings, served: Settings) -> ServedTarget:
 def _documents(tokens_BT: Tensor, positions_BT: Tensor) -> Iterator[tuple[int, int, list[int]]]:
     """(row, first position in the row, tokens) of each document. A document begins where positions restart."""
     for row, (tokens, positions) in enumerate(zip(tokens_BT.tolist(), positions_BT.tolist(), strict=True)):
-        starts = [t for t in range(len(tokens)) if t == 0 or positions[t] != positions[t - 1] + 1]
-        for start, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
+        for start, end in spans([position - t for t, position in enumerate(positions)]):
             yield row, start, tokens[start:end]
 
 
