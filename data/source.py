@@ -148,34 +148,29 @@ def _module(settings: dict[str, Any]) -> ModuleType:
     return importlib.import_module(f"headstart.data.{name}")
 
 
+KINDS: dict[Any, tuple[str, Callable[[Any], bool], Callable[[Any], Any]]] = {  # type -> what it must be, the test of it, a conversion
+    list[str]: ("a list of words", lambda v: isinstance(v, list | tuple) and all(isinstance(word, str) for word in v), list),
+    list[dict[str, Any]]: (
+        "a list of settings, [{name: ...}, ...]",
+        lambda v: isinstance(v, list) and all(isinstance(each, dict) and all(isinstance(k, str) for k in each) for each in v),
+        list,
+    ),
+    bool: ("true or false", lambda v: isinstance(v, bool), bool),
+    int: ("a whole number of at least 1", lambda v: type(v) is int and v >= 1, int),
+    str: ("a word", lambda v: isinstance(v, str | int | float) and not isinstance(v, bool), str),  # files may have numbers for names
+}
+
+
 def _checked(key: str, value: Any, kind: Any) -> Any:
-    """The value of a setting, converted to the type ``kind``. A kind is a word, a list of words, a list of settings, a positive
-    integer or a boolean, and may allow null. A word may be written as a number, since files can have such names. Raises UserError for any
-    other value.
-    """
+    """The value of a setting, converted to the type ``kind``, which may allow null. Raises UserError for any other value."""
     if value is None and NoneType in get_args(kind):
         return None
-    if kind in (list[str], list[str] | None) and value is not None:
-        if not isinstance(value, list | tuple) or not all(isinstance(word, str) for word in value):
-            raise UserError(f"{key} must be a list of words, found {value!r}")
-        return list(value)
-    if kind == list[dict[str, Any]]:
-        if not isinstance(value, list) or not all(isinstance(each, dict) and all(isinstance(k, str) for k in each) for each in value):
-            raise UserError(f"{key} must be a list of settings, [{{name: ...}}, ...], found {value!r}")
-        return value
-    if kind == bool | None:
-        if not isinstance(value, bool):
-            raise UserError(f"{key} must be true or false, found {value!r}")
-        return value
-    if kind == int | None:
-        if type(value) is not int or value < 1:
-            raise UserError(f"{key} must be a whole number of at least 1, found {value!r}")
-        return value
     if value is None:
         raise UserError(f"{key} must have a value, found null")
-    if not isinstance(value, str | int | float) or isinstance(value, bool):
-        raise UserError(f"{key} must be a word, found {value!r}")
-    return str(value)
+    must, fits, convert = next((how for each, how in KINDS.items() if kind in (each, each | None)), KINDS[str])
+    if not fits(value):
+        raise UserError(f"{key} must be {must}, found {value!r}")
+    return convert(value)
 
 
 # ---- what sources are made of ----

@@ -7,7 +7,7 @@ import json
 import sys
 from itertools import islice
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,6 +52,17 @@ def test_a_split_of_a_file_is_refused(name: str, tmp_path: Path) -> None:
                 source.check_source(given | {"stream": stream, key: value})
             whole = f"data.{key}={value}: path={path} is no dataset with {key}s, and is read whole: leave it out"
             assert str(error.value) == whole + ("" if name == "text" else ", or take data.limit=N for the first rows")
+
+
+def test_settings_of_a_source_are_of_the_types_that_its_open_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_it(target: Any, *, length: int, seed: int, path: str, times: int = 2, loud: bool = False, few: int | None = None) -> None: ...
+
+    monkeypatch.setattr(source, "_module", lambda _: SimpleNamespace(open=open_it))
+    assert find({"name": "mine", "path": 7})[1] == {"path": "7", "times": 2, "loud": False, "few": None}
+    wrong = {"times": (0, True, "2", None), "loud": (1, "true", None), "few": (0, 1.0), "path": (None, True, ["a"])}
+    for key, value in ((key, value) for key, values in wrong.items() for value in values):
+        with pytest.raises(UserError, match=rf"^data\.{key} must "):
+            find({"name": "mine", "path": "here", key: value})
 
 
 def test_another_source_is_one_file_and_one_yaml(target: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
