@@ -25,14 +25,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.frame import alone, keep, parser, resident
+from benchmarks.frame import alone, keep, origin, parser, resident
 from headstart.data import reader
 from headstart.data.source import defaults, open_source
-from headstart.inference.provenance import machine, provenance
 from headstart.inference.settings import read_target
 
 LIMITS = {"peak_bytes": 1.5e9, "second_start_seconds": 10.0}
@@ -117,7 +114,7 @@ def main() -> None:
         raise SystemExit("the second start read other rows")
     cpu = first["workers_cpu_seconds"] or first["cpu_seconds"]
     found: dict[str, Any] = {
-        "command": " ".join(["python", "benchmarks/data_scale.py", *sys.argv[1:]]), "conversations": args.conversations,
+        **origin(" ".join(["python", "benchmarks/data_scale.py", *sys.argv[1:]])), "conversations": args.conversations,
         "source_bytes": path.stat().st_size, "cache_bytes": sum(file.stat().st_size for file in cache.rglob("*") if file.is_file()),
         "tokens": first["tokens"], "peak_bytes": max(each[key] for each in (first, second) for key in ("peak_bytes", "workers_peak_bytes")),
         "second_start_seconds": second["seconds"], "tokens_per_second_core": first["tokens"] / cpu,
@@ -127,7 +124,7 @@ def main() -> None:
         found["in_memory"] = process("in_memory", path, cache)
     if args.folder is None:
         shutil.rmtree(folder)
-    keep(args.out, found | {"machine": machine(torch.device("cpu")), "provenance": provenance()})
+    keep(args.out, found)
     for key, limit in LIMITS.items():
         print(f"{key} {found[key]:,.1f}, limit {limit:,.1f}: {'kept' if found[key] < limit else 'NOT KEPT'}")
 

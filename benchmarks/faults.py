@@ -37,8 +37,7 @@ import torch
 from benchmarks.attacks.killing import Thing, killed, thing
 from benchmarks.attacks.outcome import BAD
 from benchmarks.attacks.world import World, build
-from benchmarks.frame import keep, parser
-from headstart.inference.provenance import machine, provenance
+from benchmarks.frame import keep, origin, parser
 
 SEED = 0
 
@@ -72,8 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began, dice = time.monotonic(), random.Random(args.seed)
     rows, made = dict[str, dict[str, Any]](), dict[str, Any]()
     failures: list[dict[str, str]] = []
-    about = {"seed": args.seed, "date": time.strftime("%Y-%m-%d"), "device": machine(torch.device("cpu")), **provenance()}
-    about["command"] = " ".join(["python benchmarks/faults.py", *(sys.argv[1:] if arguments is None else arguments)])
+    command = " ".join(["python benchmarks/faults.py", *(sys.argv[1:] if arguments is None else arguments)])
+    about = {"seed": args.seed, "date": time.strftime("%Y-%m-%d"), **origin(command)}
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="faults-") as scratch:
         world = build(Path(scratch))

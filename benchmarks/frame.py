@@ -23,13 +23,13 @@ def parser(about: str | None, out: str = "") -> argparse.ArgumentParser:
     return cli
 
 
-def origin(command: str) -> dict[str, Any]:
-    """The origin that a result states, for measurements on the CPU."""
+def origin(command: str, device: str = "cpu") -> dict[str, Any]:
+    """The origin that a result states."""
     import torch  # imported here, because scripts that only start others do not need it
 
     from headstart.inference.provenance import machine, provenance
 
-    return {"command": command, "machine": machine(torch.device("cpu")), **provenance()}
+    return {"command": command, "machine": machine(torch.device(device)), **provenance()}
 
 
 def keep(path: Path, found: Mapping[str, Any]) -> None:

@@ -25,12 +25,11 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.frame import ROOT, alone, keep, parser, resident
+from benchmarks.frame import ROOT, alone, keep, origin, parser, resident
 from headstart.data.batch import TargetBatch
 from headstart.heads import hub
 from headstart.heads.base import Drafter, TargetEnds, TargetShape
 from headstart.heads.unroll import unroll
-from headstart.inference.provenance import machine, provenance
 from headstart.trainers.losses import fused_loss
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -118,7 +117,7 @@ def main() -> None:
         print(json.dumps(one(variant, args, DTYPES[dtype])))
         return
     settings = {k: getattr(args, k) for k in ("head", "vocab", "tokens", "depth", "hidden", "chunk", "decay")}
-    results: dict[str, Any] = {"command": " ".join(["python", "benchmarks/loss_memory.py", *sys.argv[1:]]), "settings": settings}
+    results: dict[str, Any] = origin(" ".join(["python", "benchmarks/loss_memory.py", *sys.argv[1:]])) | {"settings": settings}
     for dtype in args.dtypes:
         figures = {variant: alone(__file__, f"{variant}:{dtype}") for variant in ("naive", "fused")}
         a, b = figures["naive"], figures["fused"]
@@ -126,8 +125,7 @@ def main() -> None:
         results[dtype] = {**figures, **ratios}
         print(f"{dtype}: naive {a['peak_bytes'] / 1e9:.2f} GB, fused {b['peak_bytes'] / 1e9:.2f} GB: {ratios['peak_ratio']:.3f} of it; "
               f"step time {ratios['seconds_ratio']:.2f} of it; loss {a['loss']:.6g} and {b['loss']:.6g}")  # fmt: skip
-    about = {"machine": machine(torch.device("cpu")), "provenance": provenance()}
-    keep(args.out, results | about)
+    keep(args.out, results)
 
 
 if __name__ == "__main__":

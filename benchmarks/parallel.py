@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.alternatives import for_run
-from benchmarks.frame import ROOT, keep, parser
+from benchmarks.frame import ROOT, keep, origin, parser
 
 HEADS = {"eagle": [], "dflash": ["head.layers=2", "head.block=8"], "draft_lm": []}
 WAYS = ("ddp", "zero1", "fsdp", "deepspeed")
@@ -118,8 +118,6 @@ def main() -> None:
     args = cli.parse_args()
     if args.work:
         return work(args.work, json.loads((args.work / "cases.json").read_text()))
-    from headstart.inference.provenance import provenance
-
     every = [(head, way, "copy", n) for n in args.processes for way in args.ways for head in HEADS]
     if 4 in args.processes:
         every += [(head, "ddp", target, 4) for target in ("tp:2", "fsdp") for head in HEADS]
@@ -134,7 +132,7 @@ def main() -> None:
                     if cases := [c for c in every if c[3] == n and c[1] in group and c[2] == target]:
                         run(folder, cases)
         rows = [compare(folder, case) for case in every]
-    keep(args.out, provenance() | {"command": "python benchmarks/parallel.py", "bounds": BOUNDS, "rows": rows})
+    keep(args.out, origin("python benchmarks/parallel.py") | {"bounds": BOUNDS, "rows": rows})
     for row in rows:
         print({k: f"{v:.1e}" if isinstance(v, float) else v for k, v in row.items()})
     raise SystemExit(any(row[k] > bound for row in rows for k, bound in BOUNDS.items()))

@@ -30,7 +30,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.frame import ROOT, keep, parser
+from benchmarks.frame import ROOT, keep, origin, parser
 
 CLIENTS, ROWS, TEXTS, CONTEXT = 8, 6, 100, 1024
 SAMPLES = 30  # samples of memory
@@ -161,7 +161,6 @@ def main() -> None:
         cli.error(f"{args.speculator} is no folder of an exported drafter: it has no config.json")
     from headstart.inference.decoding.decode import generate
     from headstart.inference.decoding.target import Target
-    from headstart.inference.provenance import machine, provenance
 
     target = Target.load(str(ROOT / "assets" / "tiny"), dtype="float32", device="cpu")
     texts = prompts(target.tokenizer)
@@ -170,10 +169,7 @@ def main() -> None:
     if args.speculator is not None:
         result["drafted"] = run(args.speculator, args.requests, texts, truth)
     named = " SPECULATOR" if args.speculator else ""
-    made = result | {
-        "command": f"python benchmarks/soak.py{named} --requests {args.requests}", "device": machine(target.device), **provenance(),
-    }  # fmt: skip
-    keep(args.out, made)
+    keep(args.out, result | origin(f"python benchmarks/soak.py{named} --requests {args.requests}"))
     print(json.dumps(result, indent=1))
     sys.exit(0 if all(r["passed"] for r in result.values()) else 1)
 

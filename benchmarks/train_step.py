@@ -37,12 +37,11 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.frame import RESULTS, ROOT, keep, parser
+from benchmarks.frame import RESULTS, ROOT, keep, origin, parser
 from benchmarks.loss_memory import shape
 from benchmarks.train_step_side import SIDES, TAPS
 from benchmarks.vllm_side import Client
 from headstart.heads import hub
-from headstart.inference.provenance import machine, provenance
 
 PEERS = [side for side in SIDES if side != "headstart"]
 
@@ -136,8 +135,7 @@ def main() -> None:
         cli.error(f"--peer: {', '.join(unknown)} is none of {', '.join(PEERS)}")
     words = [word for i, word in enumerate(sys.argv[1:]) if "--out" not in (word, sys.argv[i])]  # the result does not depend on --out
     said = [word.partition("=")[0] + "=PYTHON" if "=" in word else word for word in words]
-    results: dict[str, Any] = {"command": " ".join(["python", "benchmarks/train_step.py", *said])}
-    about = {"machine": machine(torch.device(args.device)), "provenance": provenance()}
+    results = origin(" ".join(["python", "benchmarks/train_step.py", *said]), args.device)
     rows: list[dict[str, Any]] = []
     ours = ["headstart"] if args.device == "cpu" else ["headstart", "torch"]
     table = Table("vocabulary", "depth", "dtype", "head", *(f"{name}, s" for name in ours + [*pythons]), "ratio", "memory", "difference")
@@ -160,7 +158,7 @@ def main() -> None:
                     ],
                     "rows": rows,
                 }
-                put(out, results | about)
+                put(out, results)
     Console().print(table)
 
 
