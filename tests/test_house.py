@@ -114,7 +114,7 @@ def test_import_contracts_can_fail(tmp_path: Path) -> None:
     for folder in [*FOLDERS, "door", *(f"inference/{room}" for room in ROOMS)]:
         (tmp_path / "headstart" / folder).mkdir(parents=True, exist_ok=True)
         (tmp_path / "headstart" / folder / "__init__.py").touch()
-    for name in ("hf", "settings", "speculator", "provenance"):
+    for name in ("hf", "settings", "speculator", "provenance", "spelling"):
         (tmp_path / "headstart/inference" / f"{name}.py").touch()
     for place, arrow in (("heads", "headstart.trainers"), ("data", "hydra"), ("inference/decoding", "headstart.inference.serving")):
         (tmp_path / "headstart" / place / "bad.py").write_text(f"import {arrow}\n")

@@ -162,7 +162,7 @@ def test_terms_of_listed_scores_need_a_list() -> None:
     batch = look(repetitive().batch(slice(0, 2)), target, make("dflash2", target).taps)
     for head, term, message in [
         ("dflash2", "choice", "choice needs a drafter that lists the scores of its candidates"),
-        ("dflash", "distractor", "distractor needs a drafter that orders candidates anew"),
+        ("dflash", "distractor", "distractor needs a drafter that reorders candidates"),
         (
             "lilicorr",
             "base",
