@@ -32,7 +32,7 @@ class TreePolicy:
     nodes and branch.
 
     ``paths`` are child ranks from the root row (2401.10774): (0,) is the likeliest first guess, (0, 1) the second likeliest after it.
-    ``nodes`` is the most that a dynamic or best-first tree keeps; for chains and fixed trees nodes, branch and depth follow from the
+    ``nodes`` is the most that a dynamic or best-first tree keeps; for chains and fixed trees the other settings follow from the
     shape. ``expand``: None stands for as many as ``branch``. ``least``: a node whose path is less probable than this is not expanded, so
     that the tree stays shallow and drafting cheap where the drafter is unsure. Raises UserError naming a wrong value.
     """
@@ -70,7 +70,7 @@ class TreePolicy:
         if self.kind == "best_first":
             fix(expand=self.nodes)
         if self.kind == "chain":
-            fix(nodes=self.depth, branch=1, expand=1)
+            fix(nodes=self.depth, branch=1, expand=1, least=0.0)
         if self.kind == "fixed":
             known = {(), *self.paths}
             for path in self.paths:
@@ -79,7 +79,7 @@ class TreePolicy:
             if len(known) != len(self.paths) + 1:
                 raise UserError("tree policy: a path stands twice in paths")
             branch = 1 + max(p[-1] for p in self.paths)
-            fix(depth=len(self.paths[-1]), nodes=len(self.paths), branch=branch, expand=branch)
+            fix(depth=len(self.paths[-1]), nodes=len(self.paths), branch=branch, expand=branch, least=0.0)
         if self.reads > MOST_READS:
             raise UserError(f"tree policy: the drafter would read {self.reads} nodes a round, {MOST_READS} at most: lower depth or expand")
 

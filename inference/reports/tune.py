@@ -186,7 +186,9 @@ def tune(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], *, 
     taus, costs = figures(runs)
     if target.device.type == "cpu":  # stopping a tree where the drafter is in doubt saves time only there
         shapes = [replace(t, kind="dynamic") if t.kind == "chain" else t for t in best(taus, costs[ALONE], 3)]
-        look(decoder, [replace(t, least=p) for t in shapes for p in LEAST], prompts[:few], new_tokens, runs, "where to stop")
+        look(
+            decoder, [replace(t, least=p) for t in shapes if not t.planned for p in LEAST], prompts[:few], new_tokens, runs, "where to stop"
+        )
         taus, costs = figures(runs)
     for B in watched([1 << i for i in range(sequences.bit_length())], "many sequences"):
         try:
