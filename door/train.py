@@ -47,12 +47,12 @@ def main(config: dict[str, Any]) -> None:
         config = _side_by_side(config)
     launcher = config["launcher"]
     config, processes = {key: value for key, value in config.items() if key != "launcher"}, launcher["processes"]
-    check_idle(config, given(overrides()))
+    check_idle(config, said := given(overrides()))
     about = {key: config.pop(key) for key in PLANS}
     if config.pop("plan"):
         from headstart.trainers.plan_text import show_plan
 
-        return show_plan(config | about)
+        return show_plan(config | about | gpus_of(launcher, said))
     check_places(config)
     if config["tracker"].get("group", "") is None:
         config["tracker"]["group"] = together("config")
@@ -70,6 +70,14 @@ def main(config: dict[str, Any]) -> None:
 
     check_contents(config)
     run(**config, changed={name: changed("config", config | arm) for name, arm in (config["arms"] or {"": {}}).items()})
+
+
+def gpus_of(launcher: Mapping[str, Any], said: Mapping[str, str]) -> dict[str, int]:
+    """The ``nodes`` and ``gpus`` of a plan where ``launcher`` starts processes, one per GPU; but for those that ``said`` gives."""
+    if launcher["processes"] == 1 and "nodes" not in launcher:
+        return {}
+    found = {"nodes": launcher.get("nodes", 1), "gpus": launcher["processes"]}
+    return {key: value for key, value in found.items() if key not in said}
 
 
 def check_places(config: dict[str, Any]) -> None:

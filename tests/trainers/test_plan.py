@@ -394,6 +394,20 @@ def test_the_door_plans_and_runs_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     assert "drafter: 424.7 million weights to train" in capsys.readouterr().out and not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "planned"),
+    [(["launcher=slurm", "launcher.nodes=4", "launcher.processes=8"], (4, 8)), (["launcher=slurm", "gpus=8"], (1, 8)),
+     (["launcher=processes", "launcher.processes=8"], (1, 8)), (["launcher=processes", "nodes=2"], (2, 2)), (["nodes=3"], (3, 1))],
+)  # fmt: skip
+def test_a_plan_is_of_the_processes_that_the_launcher_would_start(
+    words: list[str], planned: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr("headstart.trainers.plan_text.show_plan", seen.append)
+    assert call("train", [*words, "plan=true"], tmp_path, monkeypatch) == 0
+    assert (seen[0]["nodes"], seen[0]["gpus"]) == planned and "launcher" not in seen[0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["eagle", "eagle, bf16", "eagle, 4,000 tokens", "medusa", "dflash"])
 def test_the_memory_of_real_steps_is_within_15_percent(case: str) -> None:
