@@ -9,8 +9,9 @@ from typing import Any
 
 from headstart.door import values
 from headstart.door.frame import compose_again
+from headstart.door.idle import of_trees, refuse, said_of
 from headstart.door.places import check_file, check_speculator
-from headstart.door.sweep import Done, overrides
+from headstart.door.sweep import Done, overrides, swept
 from headstart.heads.errors import UserError
 
 ASSISTED, OWN = "assisted", "file"
@@ -56,6 +57,16 @@ def check_evaluate(config: dict[str, Any]) -> None:
     for key in ("against", "temperatures", "sequences"):
         if len(set(config[key])) < len(config[key]):
             raise UserError(f"{key} names something twice: {config[key]}")
+    said, others = said_of(overrides()), [word for word in config["against"] if word in values.choices("decode")]
+    if any(each.key in said for each in of_trees([config["decode"]])):  # else nothing need be composed
+        refuse(of_trees([config["decode"], *map(decode_of, others)]), said, swept())
+
+
+def decode_of(choice: str) -> dict[str, Any]:
+    """The settings of ``decode=choice`` with everything else of the command line."""
+    words = [argument for argument in overrides() if not argument.startswith(("decode=", "decode@"))]
+    found: dict[str, Any] = compose_again("evaluate", [*words, f"decode={choice}"])["decode"]
+    return found
 
 
 def evaluate(config: dict[str, Any]) -> None:
@@ -101,7 +112,6 @@ def opened(config: dict[str, Any], decode: Any, target: Any, longest: int) -> tu
 
     engine: dict[str, Any] = {"rule": decode.sampling.rule, "longest": longest}
     sides, depth, folders = [ours(PLAIN, target, None, None, **engine)], 1, list[str]()
-    chosen = [argument for argument in overrides() if not argument.startswith(("decode=", "decode@"))]
     for word in [config["speculator"], *config["against"]]:
         taken = {side.name for side in sides}
         if word == ASSISTED:
@@ -112,7 +122,7 @@ def opened(config: dict[str, Any], decode: Any, target: Any, longest: int) -> tu
             continue
         theirs, folder = decode, word
         if word != config["speculator"] and word in values.choices("decode"):
-            theirs, folder = open_decode(compose_again("evaluate", [*chosen, f"decode={word}"])["decode"]), config["speculator"]
+            theirs, folder = open_decode(decode_of(word)), config["speculator"]
         drafter, proposer, policy = open_guesser(theirs, folder, target)
         if policy is None:
             raise UserError(

@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from headstart.door import usage
+from headstart.door import idle, usage
 from headstart.door.arguments import absent, as_typed, check_overrides, command_line, end, explain, of_now
 from headstart.door.early import as_usual, never_ignored, one_line, reader_left
 from headstart.door.schema import DOORS
@@ -57,7 +57,7 @@ def enter(
             done.append(_one_of_many(config, config_name, run, {} if many is None else many.wrong))
             return
         try:
-            plain = checked(config, config_name)
+            plain = _settings(config, config_name)
             with as_usual():
                 run(plain)
         except (UserError, OmegaConfBaseException) as e:  # caught here: hydra would add a message of its own
@@ -162,7 +162,7 @@ def _one_of_many(config: DictConfig, config_name: str, run: Callable[[Settings],
         return Done(name, plain, wrong[name])
     print(f"{name}:", flush=True)
     try:
-        plain = checked(config, config_name)
+        plain = _settings(config, config_name)
         with as_usual():
             run(plain)
     except SystemExit as e:
@@ -184,6 +184,13 @@ def _one_of_many(config: DictConfig, config_name: str, run: Callable[[Settings],
 
 
 # ---- the configuration ----
+
+
+def _settings(config: DictConfig, config_name: str) -> Settings:
+    """The checked settings of the run that is under way. Raises UserError, for settings without effect too."""
+    plain = checked(config, config_name)
+    idle.check(config_name, plain, overrides())
+    return plain
 
 
 def checked(config: DictConfig, config_name: str) -> Settings:

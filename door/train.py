@@ -13,12 +13,13 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from headstart.door import check_head, compose_again, enter, load_torch, loading
 from headstart.door.arguments import command_of, end, examples
+from headstart.door.idle import needs, of_trees, refuse, said_of
 from headstart.door.launch import launch
 from headstart.door.places import check_out, check_paths, check_speculator
 from headstart.door.slurm import JOB, submit, submit_all
@@ -32,10 +33,6 @@ OF_OTHERS = {  # a setting of the trainer -> the setting, and its value, without
     **dict.fromkeys(("trainer.muon_lr", "trainer.momentum", "trainer.ns_steps"), ("optimizer", "muon", "Muon's")),
     "trainer.floor": ("schedule", "cosine", "the cosine's"),
 }
-NEEDS = {  # a setting -> the one without which it has no effect
-    "head.window_causal": "head.window", "head.window_slides": "head.window", "capture.storage": "capture.out",
-    "served.layers": "served.url", "served.key": "served.url", "served.retries": "served.url",
-}  # fmt: skip
 
 
 def main(config: dict[str, Any]) -> None:
@@ -47,7 +44,7 @@ def main(config: dict[str, Any]) -> None:
         config = _side_by_side(config)
     launcher = config["launcher"]
     config, processes = {key: value for key, value in config.items() if key != "launcher"}, launcher["processes"]
-    check_idle(config, said := given(overrides()))
+    check_idle(config, said := said_of(overrides()), swept())
     about = {key: config.pop(key) for key in PLANS}
     if config.pop("plan"):
         from headstart.trainers.plan_text import show_plan
@@ -105,17 +102,16 @@ def check_contents(config: dict[str, Any]) -> None:
                 read_json(path)
 
 
-def check_idle(config: Mapping[str, Any], said: Mapping[str, str]) -> None:
+def check_idle(config: Mapping[str, Any], said: Mapping[str, str], several: Collection[str] = ()) -> None:
     """Raises UserError for a setting that the other settings make useless; the error names the key and what to give instead. Settings of an
     optimizer or a schedule that is not used are common in sweeps over these: for them only a line is printed. ``config``: the whole
-    configuration of a training; ``said``: key -> value, as typed.
+    configuration of a training; ``said``: key -> value, as typed; ``several``: the keys that a --multirun tries several values of.
     """
     arms = [config | arm for arm in (config["arms"] or {"": {}}).values()]
     trainers = [arm["trainer"] for arm in arms]
-    for needy, other in NEEDS.items():
-        group, name = other.split(".")
-        if needy in said and all(arm[group].get(name) is None for arm in arms):
-            raise UserError(f"{needy}={said[needy]} has no effect without {other}: give that too, or leave it out")
+    refuse(needs("config", arms), said, several)
+    if "decode" in config:
+        refuse(of_trees([config["decode"]]), said, several)
     if not config["plan"] and (key := next((key for key in said if key in PLANS), None)):
         raise UserError(f"{key}={said[key]} is of a plan (plan=true). A run is spread over GPUs by launcher=processes "
                         "launcher.processes=N, launcher=slurm, or torchrun")  # fmt: skip
@@ -159,7 +155,7 @@ def _side_by_side(config: dict[str, Any]) -> dict[str, Any]:
         try:
             own = shlex.split(words)
             chosen = compose_again("config", [*(o for o in shared if not (o.startswith("head=") and "head=" in words)), *own])
-            check_idle(chosen | {"plan": config["plan"], "arms": None}, given(own))
+            check_idle(chosen | {"plan": config["plan"], "arms": None}, said_of(own))
         except UserError as e:
             raise UserError("\n".join(f"arm {name}: {line}" for line in str(e).splitlines())) from e
         except ValueError as e:

@@ -16,7 +16,7 @@ LONG, ENTRY = "x" * 300, {"train": [str(ROOT / "train.py")], "data": ["-m", "dat
 
 
 class Hostile(NamedTuple):
-    door: str  # train, data, data regenerate, inference, inference tune, inference chat, inference serve
+    door: str  # train, data, data regenerate, inference, inference tune, ...
     arguments: list[str]
     says: str  # what the line must name
 
@@ -27,8 +27,12 @@ class Hostile(NamedTuple):
         return [*ENTRY[first], *command, *self.arguments]
 
 
-GIVEN = {"inference": "speculator=EAGLE prompts=FILE ", "inference tune": "speculator=EAGLE prompts=FILE ",
-         "inference evaluate": "speculator=EAGLE path=FILE "}  # fmt: skip  # settings that these doors require
+GIVEN = {  # settings that these doors require
+    "inference": "speculator=EAGLE prompts=FILE ",
+    "inference tune": "speculator=EAGLE prompts=FILE ",
+    "inference evaluate": "speculator=EAGLE path=FILE ",
+    "inference expect": "speculator=EAGLE path=FOLDER ",
+}
 
 
 def _read(door: str, lines: list[str]) -> list[Hostile]:

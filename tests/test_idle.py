@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from headstart.door import infer
+from headstart.door.idle import said_of
 from headstart.door.places import check_speculator
 from headstart.door.train import check_head_of_start, check_idle
 from headstart.heads.errors import UserError
@@ -48,6 +50,54 @@ def test_settings_of_what_is_not_there() -> None:
             check_idle(whole, {key: "x"})
         check_idle(whole | {group: {name: value}}, {key: "x"})
         check_idle(whole | {"arms": {"a": {}, "b": {group: {name: value}}}}, {key: "x"})
+
+
+def tree(kind: str, proposer: str = "drafter") -> dict[str, Any]:
+    return {"decode": {"kind": kind, "proposer": {"kind": proposer}}}
+
+
+def test_settings_of_other_trees(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match=r"^decode\.nodes=9 has no effect with decode=chain: leave it out$"):
+        check_idle(config() | tree("chain"), {"decode": "chain", "decode.nodes": "9"})
+    with pytest.raises(UserError, match=r"^decode\.nodes=9 has no effect with decode\.kind=chain: leave it out$"):
+        check_idle(config() | tree("chain", "cascade"), {"decode.nodes": "9"})
+    with pytest.raises(UserError, match=r"^decode\.expand=3 has no effect with decode=ngram: leave it out$"):
+        check_idle(config() | tree("dynamic", "ngram"), {"decode.expand": "3"})
+    check_idle(config() | tree("chain"), {"decode.depth": "3"})
+    check_idle(config() | tree("chain"), {"decode": "chain", "experiment": "chat8b"})  # whose decode.nodes was not typed
+    assert not capsys.readouterr().out
+    check_idle(config() | tree("chain"), {"decode.nodes": "9"}, several=["decode"])
+    assert capsys.readouterr().out == "decode.nodes=9 changes nothing with decode=chain\n"
+    with pytest.raises(UserError, match="has no effect"):
+        check_idle(config() | tree("chain"), {"decode.nodes": "9"}, several=["decode.nodes"])
+
+
+def test_an_evaluation_has_the_settings_of_all_its_trees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [f"speculator={ROOT}/assets/tiny_eagle", f"path={ROOT}/LICENSE", "decode=chain", "decode.expand=3"]
+    for against, says in (("[dynamic]", "LICENSE line 1"), ("[ngram,fixed]", "decode.expand=3 has no effect with decode=chain"),
+                          ("[assisted]", "decode.expand=3 has no effect")):  # fmt: skip
+        assert call("inference evaluate", [*asked, f"against={against}"], tmp_path, monkeypatch) == 2
+        assert says in capsys.readouterr().err
+
+
+def test_settings_within_a_dictionary_are_said_too() -> None:
+    said = said_of(["served={retries:3}", "++decode.proposer={kind:ngram,most:5}", "trainer.lr=1"])
+    assert {"served.retries": "3", "decode.proposer.most": "5", "trainer.lr": "1"}.items() <= said.items()
+
+
+def test_where_the_deciding_setting_is_swept_a_line_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(infer, "advise", lambda _: None)
+    for words, code, line in (
+        ([f"report={ROOT}", "task=math"], 2, ""),
+        (["--multirun", f"report=null,{ROOT}", "task=math"], 0, "task=math"),
+    ):
+        assert call("inference advise", words, tmp_path, monkeypatch) == code
+        assert line in (said := capsys.readouterr()).out
+        assert code == 0 or said.err.startswith("error: task=math has no effect beside report=: give one of them")
 
 
 def test_the_head_of_a_trained_drafter_is_what_it_was_saved_as() -> None:

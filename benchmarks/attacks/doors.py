@@ -76,6 +76,11 @@ def given(words: list[str], **others: str) -> list[str]:
     return [word for word in words if word.partition("=")[0] not in keys] + [f"{key}={value}" for key, value in keys.items()]
 
 
+def without_depth(words: list[str]) -> list[str]:
+    """The same command line for a fixed tree, whose paths say how deep it is."""
+    return [word for word in words if not word.startswith("decode.depth=")]
+
+
 def lines(world: World, every: int) -> Iterator[Outcome]:
     """The lines of tests/hostile.txt: refused in one line that names the fault, before a target is loaded; nothing is written."""
 
@@ -111,7 +116,7 @@ def tried(world: World, name: str, attack: Attack, may_run: bool = False) -> Out
 def places(world: World, name: str) -> list[Attack]:
     """Every setting that names a file, a folder or a word."""
     out = world.folder / "new"
-    train, fixed = world.run(out), [*given(world.decoding), "decode=fixed"]
+    train, fixed = world.run(out), [*without_depth(world.decoding), "decode=fixed"]
     captured = [*given(train, data="shards", path=str(world.folder / "shards"), trainer__length="32")]
     return [
         *(
@@ -180,7 +185,7 @@ def readers(world: World, path: Path) -> list[Attack]:
     return [
         ("inference", given(world.decoding, prompts=file)),
         ("inference tune", given(world.tuning, prompts=file)),
-        ("inference", [*world.decoding, "decode=fixed", f"decode.paths={file}"]),
+        ("inference", [*without_depth(world.decoding), "decode=fixed", f"decode.paths={file}"]),
         *(("train", given(train, data=source, path=file)) for source in ("chat", "text", "regenerated")),
         ("train", given(captured, data__prompts_file=file)),
         ("data", given(world.shards(out), path=file)),
