@@ -130,7 +130,8 @@ def open_decode(settings: Settings) -> Decode:
         shape["kind"] = "auto"  # stands in until ``open_guesser`` reads decode.json
     policy = TreePolicy(**shape, paths=_paths(settings["paths"]) if settings["kind"] == "fixed" else ())
     sampling = SamplingParams(**{k: settings[k] for k in ("top_k", "top_p", "min_p", "repetition_penalty", "rule", "seed")})
-    policy.check(sampling.rule)
+    if not tuned:  # those of decode.json are checked when they are opened
+        policy.check(sampling.rule)
     sequences = sizes_of(settings.get("sequences") or (), settings["prompts"])
     return Decode(policy, sampling, settings["prompts"], settings["new_tokens"], sequences, settings["proposer"], tuned)
 
@@ -160,6 +161,9 @@ def open_guesser(
     """
     if elsewhere is not None:
         return None, *_open_elsewhere(decode, speculator, target, check_device(elsewhere, "drafter_device"))
+    if decode.tuned and decode.proposer != {"kind": "drafter"}:
+        raise UserError(f"decode.kind=tuned takes the trees of decode.json, which are a drafter's: with decode.proposer.kind="
+                        f"{decode.proposer['kind']} take decode.kind=auto")  # fmt: skip
     drafter = None if speculator is None else open_speculator(speculator, target)
     if decode.proposer != {"kind": "drafter"}:
         return drafter, open_proposer(decode.proposer, target, drafter, "decode.proposer"), decode.policy

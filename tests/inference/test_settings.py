@@ -106,6 +106,10 @@ def test_where_a_drafter_can_be_placed(tmp_path: Path) -> None:
     for kind, made in (("drafter", Elsewhere), ("pipelined", Pipelined)):
         drafter, proposer, _ = open_guesser(here[kind], str(tmp_path), target, "cpu")
         assert drafter is None and isinstance(proposer, made)
+    asked = open_decode(settings("decode", "auto", kind="tuned", proposer={"kind": "ngram"}))
+    with pytest.raises(UserError, match=r"^decode\.kind=tuned takes .* with decode\.proposer\.kind=ngram take decode\.kind=auto$"):
+        open_guesser(asked, None, tiny_target())
+    assert open_decode(settings("decode", "auto", kind="tuned", rule="block")).tuned  # decode.json may hold chains
     with pytest.raises(
         UserError, match=r"decode=tuned measures the drafter on the target's device, not on drafter_device=cpu: take decode=auto"
     ):
