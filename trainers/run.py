@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,10 +14,12 @@ from headstart.data.live import look
 from headstart.heads import hub
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
+from headstart.heads.override import typed
 from headstart.heads.serving import words_of
 from headstart.heads.stored import read_json
 from headstart.inference.decoding.policy import fit_depth
 from headstart.inference.decoding.target import Target
+from headstart.inference.decoding.used import idle
 from headstart.inference.reports import prior
 from headstart.inference.reports.card import kept_card, served, write_card
 from headstart.inference.reports.compare import compare, costs_of
@@ -171,14 +174,25 @@ def _export(job: Job, arm: Arm) -> Exported:
 
 def hand_over(job: Job, exported: dict[str, Exported]) -> None:
     """For runs without a report: print the commands that report on the exported folders. Raises UserError if an arm has failed."""
-    dtype, kind = job.settings["target"]["dtype"], job.settings["decode"]["kind"]
+    dtype = job.settings["target"]["dtype"]
     for name, there in exported.items():
         words = words_of(there.changed or there.target.name, str(there.speculator), job.settings["target"]["attention"])
-        words += [f"target.dtype={dtype}"] * (dtype != "auto") + [f"decode={kind}"] * (kind != "auto")
+        words += [f"target.dtype={dtype}"] * (dtype != "auto") + words_of_decode(job.settings["decode"], job.changed.get(name, {}))
         words.append(f"prompts={job.settings['data'].get('prompts_file') or 'FILE.jsonl'}")
         print(f"{f'{name}: ' * bool(name)}speculator: {there.speculator}   not reported (report=none); where its target fits:")
         print(shlex.join(["headstart", "infer", *words]))
     _raise_failures(job)
+
+
+def words_of_decode(decode: Settings, changed: Settings) -> list[str]:
+    """The words of a command line that decodes as the settings ``decode`` say. ``changed``: key -> value and default, where they differ."""
+    words = [f"decode={decode['kind']}"] * (decode["kind"] != "auto")
+    for key, change in changed.items():
+        group, _, name = key.partition(".")
+        if group == "decode" and name.partition(".")[0] not in ("kind", "proposer", *idle(decode)):
+            value = change["value"]
+            words.append(f"{key}={typed(value) if isinstance(value, str) else json.dumps(value, separators=(',', ':'))}")
+    return words
 
 
 def measure(job: Job, exported: dict[str, Exported]) -> dict[str, Report]:

@@ -12,13 +12,16 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from headstart.door.data import capture_states
+from headstart.door.idle import of_trees, refuse, said_of
+from headstart.door.sweep import changed
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.target import Target
+from headstart.inference.decoding.used import idle
 from headstart.inference.settings import open_target
 from headstart.trainers import prepare as prepare_module
 from headstart.trainers import run as run_module
 from headstart.trainers.metrics import read_metrics
-from headstart.trainers.run import run
+from headstart.trainers.run import run, words_of_decode
 from tests.doors import call
 from tests.trainers.conftest import Composed, equal, weights
 
@@ -91,6 +94,21 @@ def test_passes_need_the_layers(composed: Composed, captured: list[str], tmp_pat
         assert len(loads) == 1
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [["decode.prompts=2", "decode.sequences=[4,8]"], ["decode=chain", "decode.depth=3", "decode.rule=token"], ["decode=fixed"],
+     ["decode=fixed", "decode.paths=[[0],[1]]"], ["decode=best_first", "decode.nodes=9", "decode.top_p=0.9"],
+     ["experiment=chat8b", "path=FILE"], ["decode=dynamic", "decode.expand=null"], ["decode=chain"]],
+)  # fmt: skip
+def test_the_printed_command_decodes_as_the_training_would(asked: list[str], composed: Composed) -> None:
+    config = composed(*asked)
+    found = words_of_decode(config["decode"], changed("config", config))
+    there = composed(*found, door="inference")["decode"]
+    refuse(of_trees([there]), said_of(found), ())
+    unused = idle(config["decode"])
+    assert {k: v for k, v in there.items() if k not in unused} == {k: v for k, v in config["decode"].items() if k not in unused}
+
+
 @pytest.mark.slow
 def test_what_is_printed_reports_it_elsewhere(
     composed: Composed, captured: list[str], target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
@@ -104,7 +122,8 @@ def test_what_is_printed_reports_it_elsewhere(
     assert len(commands) == 2 and not list(tmp_path.glob("two/**/*.md"))
     words = shlex.split(commands[1])[2:]
     assert f"target.path={target_folder}" in words and "target.dtype=float32" in words and "decode=chain" in words
-    assert call("inference", [*words, "decode.new_tokens=8", "target.device=cpu"], tmp_path, monkeypatch) == 0
+    assert {"decode.depth=2", "decode.prompts=1", "decode.new_tokens=8"} <= {*words}
+    assert call("inference", [*words, "target.device=cpu"], tmp_path, monkeypatch) == 0
     report = json.loads((tmp_path / "two" / "b" / "report-prompts" / "report.json").read_text())
     assert report["head"] == "mtp" and report["lossless"] is True and report["tree"]["kind"] == "chain"
     assert (tmp_path / "two" / "b" / "speculator" / "README.md").is_file()
