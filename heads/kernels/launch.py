@@ -9,6 +9,8 @@ import os
 import torch
 from torch import Tensor, nn
 
+from headstart.heads.errors import UserError
+
 log = logging.getLogger(__name__)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # that the kernels read and write
@@ -19,8 +21,13 @@ OLDEST = (8, 0)  # compute capability: older GPUs have no bfloat16
 
 @functools.cache
 def refused(device: torch.device) -> str | None:
-    """Why our kernels cannot be launched on the device; None where they can. Tried once."""
-    if os.environ.get("HEADSTART_KERNELS") == "0":
+    """Why our kernels cannot be launched on the device; None where they can. Tried once. Raises UserError for a switch that is neither on
+    nor off.
+    """
+    switch = os.environ.get("HEADSTART_KERNELS") or "1"
+    if switch not in ("0", "1"):
+        raise UserError(f"HEADSTART_KERNELS={switch} in the environment: 0 switches our kernels off, 1 leaves them on")
+    if switch == "0":
         return "HEADSTART_KERNELS=0"
     try:
         if torch.version.cuda and torch.cuda.get_device_capability(device) < OLDEST:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from headstart.heads import hub, layers, lean
 from headstart.heads.base import Roots
+from headstart.heads.errors import UserError
 from headstart.heads.kernels.launch import launches, refused
 from headstart.heads.layers import RMSNorm, Rope, rotate
 from headstart.heads.memory import Memory, Passing, Slots
@@ -371,4 +372,8 @@ def test_they_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADSTART_KERNELS", "0")
     refused.cache_clear()
     assert refused(torch.device("cpu")) == "HEADSTART_KERNELS=0"
+    refused.cache_clear()
+    monkeypatch.setenv("HEADSTART_KERNELS", "false")
+    with pytest.raises(UserError, match=r"^HEADSTART_KERNELS=false in the environment: 0 switches our kernels off, 1 leaves them on$"):
+        refused(torch.device("cpu"))
     refused.cache_clear()
