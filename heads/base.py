@@ -30,6 +30,7 @@ from headstart.heads.memory import Memory
 from headstart.heads.prepack import prepack, prepack_beside, product
 from headstart.heads.unembedding import Unembedding
 from headstart.heads.visibility import Sees
+from headstart.heads.vocab import OutputHead
 
 WIDTHS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")  # width of the MLP: the names that configs use for it
 
@@ -167,7 +168,8 @@ class Draft:
 
 
 class Drafter(nn.Module, ABC):
-    """The contract of every drafter: one constructor, three methods.
+    """The contract of every drafter: one constructor, two methods (``begin`` and ``step``), and two more where their defaults do not fit
+    (``start_from`` and ``unembedding``).
 
     The constructor takes the target's shape and plain keyword arguments (those of ``conf/head/NAME.yaml``).
     ``heads.hub.build`` calls it and records the arguments in ``config``, so that a saved folder can be rebuilt.
@@ -231,7 +233,10 @@ class Drafter(nn.Module, ABC):
             self.claimed_VD = None
 
     def start_from(self, ends: TargetEnds) -> None:
-        """Initialize the parts of a fresh drafter that start as a copy of the target's, such as an output head."""
+        """Initialize the parts of a fresh drafter that start as a copy of the target's: here, every output head."""
+        for module in self.modules():
+            if isinstance(module, OutputHead):
+                module.start_from(ends.head_VD)
 
     def check_depth(self, depth: int, what: str, how: str) -> None:
         """Raises UserError for a depth beyond ``max_depth``. For the message: ``what`` sets that limit ({} is the number), and ``how`` says
@@ -270,6 +275,7 @@ class Drafter(nn.Module, ABC):
         from, in the same rows. ``positions_BN``: the position of their root plus depth - 1.
         """
 
-    @abstractmethod
     def unembedding(self, depth: int) -> Unembedding:
-        """The matrix that turns drafts of this depth into logits."""
+        """The matrix that turns drafts of this depth into logits: the drafter's own ``lm_head`` if it has one, else the target's."""
+        own: OutputHead | None = getattr(self, "lm_head", None)
+        return Unembedding(self.ends.head_VD) if own is None else own.unembedding()

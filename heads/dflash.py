@@ -29,7 +29,6 @@ from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape,
 from headstart.heads.errors import UserError
 from headstart.heads.layers import CosSin, DecoderLayer, RMSNorm, Rope
 from headstart.heads.memory import Beside, Memory, Segment
-from headstart.heads.unembedding import Unembedding
 from headstart.heads.visibility import BlockSees, Sees, blocks_of
 from headstart.heads.vocab import OutputHead, check_ids
 
@@ -140,11 +139,6 @@ class Dflash(Drafter):
         """The target ids [V] of the draft vocabulary, ascending; None: all."""
         return None if self.lm_head is None else self.lm_head.ids
 
-    def start_from(self, ends: TargetEnds) -> None:
-        """The output head of a trimmed vocabulary starts as the target's rows."""
-        if self.lm_head is not None:
-            self.lm_head.start_from(ends)
-
     def _add_fusion(self, layers: int) -> None:
         """What joins the tapped states. Subclasses may join them in another way."""
         self.fc = nn.Linear(len(self.taps) * self.shape.hidden_size, self.shape.hidden_size, bias=False)
@@ -221,7 +215,3 @@ class Dflash(Drafter):
     def _after(self, depth: int, tokens_BN: Tensor, state: Tensor) -> Draft:
         """The draft of a depth. ``tokens_BN``: the tokens before it."""
         return Draft(self.slot(depth, state), state)
-
-    def unembedding(self, depth: int) -> Unembedding:
-        """The target's own head, or that of the trimmed vocabulary."""
-        return Unembedding(self.ends.head_VD) if self.lm_head is None else self.lm_head.unembedding()

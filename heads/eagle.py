@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, ascending_taps, layer_sizes
+from headstart.heads.base import Draft, Drafter, Roots, TargetShape, ascending_taps, layer_sizes
 from headstart.heads.errors import UserError
 from headstart.heads.layers import MLP, Attention, DecoderLayer, RMSNorm, Rope
 from headstart.heads.memory import Memory
-from headstart.heads.unembedding import Unembedding
 from headstart.heads.visibility import Sees
 from headstart.heads.vocab import OutputHead
 
@@ -100,10 +99,6 @@ class Eagle(Drafter):
         self.lm_head = OutputHead(D, shape.vocab_size, draft_vocab)
         self.rope = Rope(shape.rope, shape.head_dim, shape.max_positions)
 
-    def start_from(self, ends: TargetEnds) -> None:
-        """The output head starts as a copy of the target's."""
-        self.lm_head.start_from(ends)
-
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
         """Fuse the tapped states to a feature and read it beside the chosen token."""
         feature = self._feature([roots.states[tap] for tap in self.taps])
@@ -130,7 +125,3 @@ class Eagle(Drafter):
             x = layer(x, cos_sin, memory, i, sees)
         hidden = self.norm(x)
         return Draft(hidden, hidden if self.norm_output else x)
-
-    def unembedding(self, depth: int) -> Unembedding:
-        """The drafter's own output head, the same at every depth."""
-        return self.lm_head.unembedding()

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from headstart.heads.base import Draft, Drafter, Roots, TargetShape, layer_sizes
 from headstart.heads.layers import DecoderLayer, Rope
 from headstart.heads.memory import Memory
-from headstart.heads.unembedding import Unembedding
 from headstart.heads.visibility import Sees
 
 
@@ -56,7 +55,3 @@ class Eagle1(Drafter):
         x = self.fc(torch.cat([self.ends.embed(tokens_BN).to(state.dtype), state], dim=-1))
         x = self.layers[0](x, self.rope(positions_BN), memory, 0, sees)
         return Draft(x, x)
-
-    def unembedding(self, depth: int) -> Unembedding:
-        """The target's own head."""
-        return Unembedding(self.ends.head_VD)

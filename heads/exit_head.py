@@ -19,7 +19,6 @@ from headstart.heads.kinds import check_kinds
 from headstart.heads.layers import DecoderLayer, RMSNorm, Rope
 from headstart.heads.lm import Backbone, ReadsTokens, first_layers, scale_of
 from headstart.heads.memory import Memory
-from headstart.heads.unembedding import Unembedding
 from headstart.heads.visibility import Sees
 
 
@@ -78,7 +77,3 @@ class ExitHead(ReadsTokens, Drafter):
         if self._shared[0].lean is None:
             self.memory_dtype = None  # the target's modules need a memory of their own dtype
         return self
-
-    def unembedding(self, depth: int) -> Unembedding:
-        """The target's own head."""
-        return Unembedding(self.ends.head_VD)

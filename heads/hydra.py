@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from headstart.heads.base import Draft, Roots, TargetShape, rows_of
 from headstart.heads.layers import DecoderLayer, Rope
-from headstart.heads.medusa import Medusa
+from headstart.heads.medusa import Medusa, of_depth
 from headstart.heads.memory import Memory
 from headstart.heads.visibility import Sees
 
@@ -50,7 +50,7 @@ class Hydra(Medusa):
         super().__init__(shape, **more)
         D = shape.hidden_size
         for depth in range(1, len(self.blocks) + 1):
-            self._head(self.blocks, depth)[0] = Grounded(D, tokens=depth)
+            of_depth(self, self.blocks, depth)[0] = Grounded(D, tokens=depth)
         self.prefix: DecoderLayer | None = None
         if prefix_attention:
             self.prefix = DecoderLayer(D, shape.heads, shape.kv_heads, shape.head_dim, shape.intermediate_size, shape.norm_eps)
@@ -71,4 +71,4 @@ class Hydra(Medusa):
 
     def _guess(self, depth: int, state_BNH: Tensor, tokens_BN: Tensor) -> Draft:
         z = torch.cat([state_BNH, self.ends.embed(tokens_BN).to(state_BNH.dtype)], dim=-1)
-        return Draft(self._head(self.blocks, depth)(z), z)
+        return Draft(of_depth(self, self.blocks, depth)(z), z)

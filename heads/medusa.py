@@ -11,7 +11,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, rows_of
+from headstart.heads.base import Draft, Drafter, Roots, TargetShape, rows_of
 from headstart.heads.memory import Memory
 from headstart.heads.unembedding import Unembedding
 from headstart.heads.visibility import Sees
@@ -32,6 +32,12 @@ class ResBlock(nn.Module):
         return x + F.silu(self.linear(x))
 
 
+def of_depth(drafter: Drafter, modules: nn.ModuleList, depth: int) -> Any:
+    """The module of this depth, or the last one, which deeper depths share. Raises UserError beyond the drafter's last depth."""
+    drafter.check_depth(depth, "has {} heads", f"with head.guesses={depth}")
+    return modules[min(depth, len(modules)) - 1]
+
+
 class Medusa(Drafter):
     """``guesses``: number of depths; ``layers``: residual blocks per head; ``draft_vocab``: target ids that its heads can guess."""
 
@@ -44,14 +50,8 @@ class Medusa(Drafter):
         self.max_depth = guesses
         self.blocks = nn.ModuleList(nn.Sequential(*(ResBlock(D) for _ in range(layers))) for _ in range(guesses))
         self.lm_heads = nn.ModuleList(OutputHead(D, shape.vocab_size, draft_vocab) for _ in range(guesses))
-        if self._head(self.lm_heads, 1).ids is not None:
+        if of_depth(self, self.lm_heads, 1).ids is not None:
             self.format = "native"  # engines support a trimmed vocabulary only with one head for all depths
-
-    def start_from(self, ends: TargetEnds) -> None:
-        """The matrix of every head starts as a copy of the target's."""
-        for head in self.lm_heads:
-            assert isinstance(head, OutputHead)
-            head.start_from(ends)
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
         """Head 1 on the target's final state."""
@@ -60,12 +60,8 @@ class Medusa(Drafter):
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
         """Head ``depth`` on the same state; the drafted tokens change nothing."""
-        return Draft(self._head(self.blocks, depth)(parent.state), parent.state)
+        return Draft(of_depth(self, self.blocks, depth)(parent.state), parent.state)
 
     def unembedding(self, depth: int) -> Unembedding:
         """The matrix of this depth's own head."""
-        return self._head(self.lm_heads, depth).unembedding()
-
-    def _head(self, heads: nn.ModuleList, depth: int) -> Any:
-        self.check_depth(depth, "has {} heads", f"with head.guesses={depth}")
-        return heads[depth - 1]
+        return of_depth(self, self.lm_heads, depth).unembedding()

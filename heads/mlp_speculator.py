@@ -10,7 +10,6 @@ and by sqrt(2).
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, rows_of
 from headstart.heads.errors import UserError
 from headstart.heads.layers import RMSNorm
+from headstart.heads.medusa import of_depth
 from headstart.heads.memory import Memory
 from headstart.heads.unembedding import Unembedding
 from headstart.heads.visibility import Sees
@@ -70,7 +70,7 @@ class MlpSpeculator(Drafter):
         self.proj = nn.ModuleList(nn.Linear(W if i else D, W, bias=False) for i in range(2 if tie_weights else guesses))
         self.head = nn.ModuleList(OutputHead(W, V, draft_vocab) for _ in range(own))
         self.ln = nn.ModuleList(Norm(W) for _ in range(own))
-        if self._of(self.head, 1).ids is not None:
+        if of_depth(self, self.head, 1).ids is not None:
             self.format = "native"  # the engines' format has no trimmed vocabulary
         for module in [*self.emb, *self.proj, *self.head]:  # the authors' initialization, which b assumes
             nn.init.normal_(module.get_parameter("weight"), std=W**-0.5)
@@ -79,16 +79,15 @@ class MlpSpeculator(Drafter):
         """If W is the target's hidden size: copy its embedding (rescaled to the magnitude of a fresh one) and output head, and make P_1 the
         identity.
         """
-        W = self._of(self.ln, 1).normalized_shape[0]
+        W = of_depth(self, self.ln, 1).normalized_shape[0]
         if self.shape.hidden_size != W:
             return
+        super().start_from(ends)
         embed_VW = ends.embed(torch.arange(self.shape.vocab_size, device=ends.head_VD.device)).float()
         embed_VW = embed_VW * (W**-0.5 / embed_VW.pow(2).mean().sqrt())
-        nn.init.eye_(self._of(self.proj, 1).weight)
+        nn.init.eye_(of_depth(self, self.proj, 1).weight)
         for module in self.emb:
             module.get_parameter("weight").data.copy_(embed_VW)
-        for depth in range(1, len(self.head) + 1):
-            self._of(self.head, depth).start_from(ends)
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
         """State 1, from the target's final state and the chosen token."""
@@ -102,16 +101,11 @@ class MlpSpeculator(Drafter):
         return self._guess(depth, parent.state, tokens_BN)
 
     def _guess(self, depth: int, state: Tensor, tokens_BN: Tensor) -> Draft:
-        token = self._of(self.emb, depth)(tokens_BN).to(state.dtype)
-        mixed = self._of(self.proj, depth)(state) + self.token_weight * token
-        state = F.gelu(self._of(self.ln, depth)(mixed)).to(state.dtype)
+        token = of_depth(self, self.emb, depth)(tokens_BN).to(state.dtype)
+        mixed = of_depth(self, self.proj, depth)(state) + self.token_weight * token
+        state = F.gelu(of_depth(self, self.ln, depth)(mixed)).to(state.dtype)
         return Draft(state, state)
 
     def unembedding(self, depth: int) -> Unembedding:
         """The output head of this depth."""
-        return self._of(self.head, depth).unembedding()
-
-    def _of(self, modules: nn.ModuleList, depth: int) -> Any:
-        """The module of this depth, or the last one, which deeper depths share. Raises UserError beyond the last depth."""
-        self.check_depth(depth, "has {} heads", f"with head.guesses={depth}")
-        return modules[min(depth, len(modules)) - 1]
+        return of_depth(self, self.head, depth).unembedding()

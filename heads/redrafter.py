@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, rows_of
+from headstart.heads.base import Draft, Drafter, Roots, TargetShape, rows_of
 from headstart.heads.medusa import ResBlock
 from headstart.heads.memory import Memory
-from headstart.heads.unembedding import Unembedding
 from headstart.heads.visibility import Sees
 from headstart.heads.vocab import OutputHead
 
@@ -31,10 +30,6 @@ class ReDrafter(Drafter):
         self.blocks = nn.Sequential(*(ResBlock(2 * D) for _ in range(layers)))
         self.lm_head = OutputHead(2 * D, shape.vocab_size, draft_vocab)
 
-    def start_from(self, ends: TargetEnds) -> None:
-        """The output head starts as a copy of the target's for h_t, and as zero for the recurrent state."""
-        self.lm_head.start_from(ends)
-
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
         """The first recurrent state, from the chosen token."""
         h, tokens_BN = rows_of(roots.states[self.taps[0]], ask), rows_of(roots.chosen_BT, ask)
@@ -49,7 +44,3 @@ class ReDrafter(Drafter):
         s = F.silu(self.rnn_u(s) + self.rnn_w(self.ends.embed(tokens_BN).to(h.dtype)))
         both = torch.cat([h, s.to(h.dtype)], dim=-1)
         return Draft(self.blocks(both), both)
-
-    def unembedding(self, depth: int) -> Unembedding:
-        """The output head of all depths, of width 2 D."""
-        return self.lm_head.unembedding()

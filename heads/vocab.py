@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.base import TargetEnds
 from headstart.heads.errors import UserError
 from headstart.heads.unembedding import Unembedding
 
@@ -77,9 +76,9 @@ class OutputHead(nn.Linear):
         self.register_buffer("ids", ids, persistent=False)  # not saved: the ids are among the drafter's arguments
 
     @torch.no_grad()
-    def start_from(self, ends: TargetEnds) -> None:
-        """Copy the target's rows. Columns beyond the target's width are zero."""
-        rows_VD = ends.head_VD if self.ids is None else ends.head_VD[self.ids.to(ends.head_VD.device)]
+    def start_from(self, head_VD: Tensor) -> None:
+        """Copy the rows of the target's head. Columns beyond the target's width are zero."""
+        rows_VD = head_VD if self.ids is None else head_VD[self.ids.to(head_VD.device)]
         self.weight.zero_()
         self.weight[:, : rows_VD.shape[1]].copy_(rows_VD)
 

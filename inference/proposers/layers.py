@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from headstart.heads.base import Draft, Drafter, Roots
 from headstart.heads.errors import UserError
 from headstart.heads.memory import AsCache, Memory, Segment
-from headstart.heads.unembedding import Unembedding
 from headstart.heads.visibility import MaskSees, Sees
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.counter_rng import CounterRNG
@@ -70,10 +69,6 @@ class SomeLayers(Drafter):
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
         """Read draft tokens after the roots."""
         return self._read(tokens_BN, positions_BN + 1, memory, sees)
-
-    def unembedding(self, depth: int) -> Unembedding:
-        """The target's own head."""
-        return Unembedding(self.ends.head_VD)
 
     def _read(self, tokens_BN: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
         before, self.keys_BM = self.keys_BM.shape[1], torch.cat([self.keys_BM, positions_BN], dim=1)

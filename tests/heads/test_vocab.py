@@ -6,10 +6,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
+from headstart.heads.base import Draft, Drafter, Roots
 from headstart.heads.errors import UserError
+from headstart.heads.memory import Memory
 from headstart.heads.unembedding import Unembedding
-from headstart.heads.vocab import check_ids, from_d2t, most_frequent, to_maps
+from headstart.heads.visibility import Sees
+from headstart.heads.vocab import OutputHead, check_ids, from_d2t, most_frequent, to_maps
+from tests.tiny_targets import tiny_target
 
 
 @settings(max_examples=100, deadline=None)
@@ -54,3 +59,32 @@ def test_logits_are_spread_over_the_targets_vocabulary() -> None:
     assert bool((full[..., [0, 2, 3, 6]] == -torch.inf).all())
     whole = Unembedding(torch.randn(7, 4))
     assert torch.equal(whole.to_target(whole.logits(hidden), 7), hidden @ whole.weight_VH.T)
+
+
+class Bare(Drafter):
+    """A drafter that writes no more than it must."""
+
+    def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
+        raise NotImplementedError
+
+    def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("ids", [None, [1, 4, 5]])
+def test_a_drafter_without_methods_of_its_own_for_logits(ids: list[int] | None) -> None:
+    """Its output heads start as the target's, and ``lm_head`` makes the logits; without one, the target's head does."""
+    target = tiny_target()
+    head_VD, (V, D) = target.ends.head_VD, target.ends.head_VD.shape
+    drafter = Bare(target.shape)
+    drafter.attach(target.ends)
+    drafter.start_from(target.ends)
+    assert drafter.unembedding(1).weight_VH is head_VD and drafter.unembedding(1).ids_V is None
+
+    drafter.lm_head, drafter.others = OutputHead(D + 8, V, ids), nn.ModuleList([OutputHead(D, V, None)])
+    drafter.start_from(target.ends)
+    unembedding, rows = drafter.unembedding(2), slice(None) if ids is None else ids
+    assert unembedding.weight_VH is drafter.lm_head.weight
+    assert (unembedding.ids_V if ids is None else unembedding.ids_V.tolist()) == ids  # type: ignore[union-attr]
+    assert unembedding.weight_VH[:, :D].equal(head_VD[rows]) and not unembedding.weight_VH[:, D:].any()
+    assert drafter.others[0].get_parameter("weight").equal(head_VD)
