@@ -26,7 +26,6 @@ from torch import Tensor
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
 from headstart.heads.memory import Slots
-from headstart.inference.decoding.auto import found_of, key_of, known_of
 from headstart.inference.decoding.counter_rng import CounterRNG
 from headstart.inference.decoding.decode import Generation, SequenceState, run
 from headstart.inference.decoding.info import TargetInfo
@@ -173,14 +172,13 @@ class ReplayedRNG(CounterRNG):
 
 
 def replay(
-    recorded: Recorded, guesser: Drafter | Proposer, policy: TreePolicy, sampling: SamplingParams, *, new_tokens: int | None = None,
-    measured: Target | None = None,
-) -> Generation:  # fmt: skip
+    recorded: Recorded, guesser: Drafter | Proposer, policy: TreePolicy, sampling: SamplingParams, *, new_tokens: int | None = None
+) -> Generation:
     """The rounds in which ``guesser`` emits the recorded text under this policy; above temperature 0 a sample of them, drawn by
     ``sampling.seed``.
 
-    ``new_tokens``: how many were asked for, where a stop token ended the text earlier. ``measured``: the target whose rounds were timed
-    for an auto policy. Raises UserError for a repetition penalty above temperature 0, and for an auto policy whose rounds were not timed.
+    ``new_tokens``: how many were asked for, where a stop token ended the text earlier. Raises UserError for a repetition penalty above
+    temperature 0, and for an auto policy.
     """
     if sampling.temperature > 0 and sampling.repetition_penalty != 1:
         raise UserError("above temperature 0 nothing can be expected under a repetition penalty: it depends on the path")
@@ -189,11 +187,8 @@ def replay(
     proposer = Drafting(guesser.eval()) if isinstance(guesser, Drafter) else guesser
     policy = fit_depth(policy, guesser) if isinstance(guesser, Drafter) else policy
     if policy.kind == "auto":
-        auto = None if measured is None else found_of(measured, guesser, policy, sampling)
-        if auto is None:
-            raise UserError(
-                "decode=auto chooses by what rounds cost here, which nobody has measured: give a shape (decode=chain, dynamic, ..)"
-            )
-        known_of(recorded, guesser)[key_of(policy, sampling)] = auto  # type: ignore[arg-type]
+        raise UserError(
+            "decode=auto chooses by what rounds cost, which a recording does not tell: give a shape (decode=chain, dynamic, ..)"
+        )
     told = ReplayedState(recorded, new_tokens or len(recorded.said), replace(sampling, seed=sampling.seed + REPEATS))
     return run(told, proposer, policy)

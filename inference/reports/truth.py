@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from headstart.heads.base import Drafter
-from headstart.inference.decoding.auto import found_of
 from headstart.inference.decoding.decode import Generation
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.sampling import SamplingParams
@@ -37,17 +36,12 @@ class Truth:
         self.found: Mapping[tuple[str, bool], tuple[Lengths, Lengths]] = defaultdict(made)  # (shape, sampled) -> expected, decoded
         self.walks = {False: Walk(), True: Walk()}  # sampled -> the walks over the chain's texts
 
-    def add(
-        self, kind: str, shape: TreePolicy, prompt: Sequence[int], made: Generation, sampling: SamplingParams, new_tokens: int,
-        decoded_by: Drafter | None = None,
-    ) -> None:  # fmt: skip
+    def add(self, kind: str, shape: TreePolicy, prompt: Sequence[int], made: Generation, sampling: SamplingParams, new_tokens: int) -> None:
         """Add a text that was decoded with this shape. Texts for which nothing can be expected are skipped: under a repetition penalty,
-        those above temperature 0 and those of chains; always, those of an auto policy whose rounds were not timed. ``decoded_by``: the
-        drafter that decoded it, if not ``drafter``.
+        those above temperature 0 and those of chains.
         """
         sampled = sampling.temperature > 0
-        auto = shape.kind != "auto" or found_of(self.target, decoded_by or self.drafter, shape, sampling) is not None
-        if not made.emitted or not auto or (sampling.repetition_penalty != 1 and (sampled or shape.kind == "chain")):
+        if not made.emitted or (sampling.repetition_penalty != 1 and (sampled or shape.kind == "chain")):
             return
         expected, decoded = self.found[kind, sampled]
         decoded.add(len(made.emitted), sum(made.emitted))
@@ -58,8 +52,7 @@ class Truth:
             return
         recorded = Recorded.by(self.target, self.drafter.taps, prompt, made.tokens)
         seeds = [sampling.seed + (i << 24) for i in range(REPLAYS if sampled else 1)]
-        how: dict[str, Any] = dict(new_tokens=new_tokens, measured=self.target)
-        again = [replay(recorded, self.drafter, shape, replace(sampling, seed=seed), **how) for seed in seeds]
+        again = [replay(recorded, self.drafter, shape, replace(sampling, seed=seed), new_tokens=new_tokens) for seed in seeds]
         expected.add(sum(len(each.emitted) for each in again) / len(again), sum(made.emitted))
 
     def table(self) -> dict[str, dict[str, dict[str, Any]]]:
