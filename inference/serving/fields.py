@@ -12,6 +12,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from headstart.heads.formats.keys import alike
+
 SAMPLING: dict[str, float] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}  # OpenAI's defaults
 FIELDS = {"model", "max_tokens", "max_completion_tokens", "min_tokens", "ignore_eos", "stop_token_ids", "seed", "stop", "n", "best_of"}
 FIELDS |= {"logprobs", "top_logprobs", "stream", "stream_options", "return_token_ids", "separate_reasoning", "include_reasoning"}
@@ -53,17 +55,12 @@ def check_fields(body: dict[str, Any], what: str) -> None:
     """Raises Refused for a field that is not known, or that has a value which would change the answer and is not supported."""
     for field in body.keys() - FIELDS - SAMPLING.keys() - HARMLESS - {what} - ONLY[what]:
         value, off = body[field], OFF.get(field, ())
-        if value is None or any(same(value, o) for o in off):
+        if value is None or any(alike(value, o) for o in off):
             continue
         if not off:
             raise Refused(f"{short(field)}: there is no such field here", short(field), "unknown_field")
         only = " or ".join(map(json.dumps, off))
         raise Refused(f"{field}: nothing but {only} is supported, leave it out", field, "unsupported_value")
-
-
-def same(value: Any, other: Any) -> bool:
-    """Whether two values are equal as JSON, where 0 is not false."""
-    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 
 def short(value: Any) -> str:
