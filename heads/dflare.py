@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.heads.base import TargetShape
-from headstart.heads.dflash import Dflash, Sizes, spread_taps
+from headstart.heads.dflash import Dflash, spread_taps
 from headstart.heads.layers import CosSin
 from headstart.heads.memory import Segment
 
@@ -43,10 +43,11 @@ class Dflare(Dflash, without=("draft_vocab", "window", "window_layers", "window_
         for layer in range(layers):
             self.layer_fusion_weights.data[layer, layer * taps // layers] = LEANING
 
-    def _layer(self, sizes: Sizes) -> nn.Module:
-        layer, (hidden_size, _, kv_heads, head_dim, *_) = super()._layer(sizes), sizes
+    def _layer(self, heads: int, kv_heads: int, width: int) -> nn.Module:
+        layer = super()._layer(heads, kv_heads, width)
         for kind in "kv":
-            setattr(layer.self_attn, f"{kind}_proj{OF_ROOTS}", nn.Linear(hidden_size, kv_heads * head_dim, bias=False))
+            second = nn.Linear(self.shape.hidden_size, kv_heads * self.shape.head_dim, bias=False)
+            setattr(layer.self_attn, f"{kind}_proj{OF_ROOTS}", second)
         return layer
 
     def _context(self, states: list[Tensor], cos_sin: CosSin) -> Iterator[Segment]:

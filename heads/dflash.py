@@ -32,8 +32,6 @@ from headstart.heads.memory import Beside, Memory, Segment
 from headstart.heads.visibility import BlockSees, Sees, blocks_of
 from headstart.heads.vocab import OutputHead, check_ids
 
-Sizes = tuple[int, int, int, int, int, float]  # of a layer: hidden, heads, kv_heads, head_dim, intermediate, epsilon of norms
-
 
 def spread_taps(target_layers: int, count: int) -> list[int]:
     """``count`` taps spread evenly over the outputs of layers 1..N-3 (layers from 0), as in the published drafters; fewer for small
@@ -128,7 +126,7 @@ class Dflash(Drafter):
         self._add_fusion(layers)
         self.hidden_norm = RMSNorm(D, eps)
         self.mask_embedding = nn.Parameter(torch.randn(D) * 0.02) if mask_token is None else None
-        self.layers = nn.ModuleList(self._layer((D, heads, kv_heads, shape.head_dim, width, eps)) for _ in range(layers))
+        self.layers = nn.ModuleList(self._layer(heads, kv_heads, width) for _ in range(layers))
         self.norm = RMSNorm(D, eps)
         trimmed = check_ids(draft_vocab, shape.vocab_size) is not None
         self.lm_head = OutputHead(D, shape.vocab_size, draft_vocab) if trimmed else None
@@ -143,9 +141,9 @@ class Dflash(Drafter):
         """What joins the tapped states. Subclasses may join them in another way."""
         self.fc = nn.Linear(len(self.taps) * self.shape.hidden_size, self.shape.hidden_size, bias=False)
 
-    def _layer(self, sizes: Sizes) -> nn.Module:
-        """A decoder layer. Subclasses may have layers of their own."""
-        return DecoderLayer(*sizes, head_norm=True)
+    def _layer(self, heads: int, kv_heads: int, width: int) -> nn.Module:
+        """A decoder layer. Subclasses may have layers of their own. ``width``: of its MLP."""
+        return DecoderLayer(self.shape, heads, kv_heads, width, head_norm=True)
 
     def attach(self, ends: TargetEnds) -> None:
         """Also raises UserError where engines would compute other drafts for this target."""

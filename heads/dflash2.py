@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headstart.heads.base import Draft, TargetShape
-from headstart.heads.dflash import Dflash, Sizes
+from headstart.heads.dflash import Dflash
 from headstart.heads.errors import UserError
-from headstart.heads.layers import MLP, Attention, RMSNorm
+from headstart.heads.layers import DecoderLayer
 from headstart.heads.memory import Memory
 from headstart.heads.unembedding import Unembedding
 from headstart.heads.visibility import Sees
@@ -63,17 +63,14 @@ class LocalConv(nn.Module):
         return torch.stack([x * kernel_BNKD[:, :, t] for t, x in enumerate(back)]).sum(0)
 
 
-class ConvLayer(nn.Module):
+class ConvLayer(DecoderLayer):
     """A Qwen3 decoder layer with ``LocalConv`` around its attention and its MLP."""
 
-    def __init__(self, sizes: Sizes, conv: tuple[int, int, int]) -> None:
-        super().__init__()
-        D, heads, kv_heads, head_dim, width, eps = sizes
-        self.input_layernorm = RMSNorm(D, eps)
-        self.self_attn = Attention(D, D, heads, kv_heads, head_dim, eps)
-        self.post_attention_layernorm = RMSNorm(D, eps)
-        self.mlp = MLP(D, width)
-        self.attention_conv, self.mlp_conv = LocalConv(D, *conv), LocalConv(D, *conv)
+    reads = None
+
+    def __init__(self, shape: TargetShape, heads: int, kv_heads: int, width: int, conv: tuple[int, int, int]) -> None:
+        super().__init__(shape, heads, kv_heads, width, head_norm=True)
+        self.attention_conv, self.mlp_conv = (LocalConv(shape.hidden_size, *conv) for _ in range(2))
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], memory: Memory, layer: int, sees: Sees) -> Tensor:
         """``x`` [B, N, D] plus its attention over memory, plus the MLP of that sum: [B, N, D]."""
@@ -109,8 +106,8 @@ class Dflash2(Dflash, without=("draft_vocab",)):
         self.successor = nn.Parameter(torch.zeros(shape.vocab_size, rank))  # zero: DFlash's own order at the start
         self.slot_projection = nn.Linear(D, rank, bias=False)
 
-    def _layer(self, sizes: Sizes) -> nn.Module:
-        return ConvLayer(sizes, self._conv)
+    def _layer(self, heads: int, kv_heads: int, width: int) -> nn.Module:
+        return ConvLayer(self.shape, heads, kv_heads, width, self._conv)
 
     def _after(self, depth: int, tokens_BN: Tensor, state: Tensor) -> Draft:
         slot = self.slot(depth, state)

@@ -94,7 +94,7 @@ class Eagle(Drafter):
         self.input_norm = RMSNorm(len(self.taps) * D, shape.norm_eps) if norm_before_fc else None
         self.fc = nn.Linear(len(self.taps) * D, D, bias=False)
         self.midlayer = Layer(shape, heads, kv_heads, width, norm_before_residual)
-        self.layers = nn.ModuleList(DecoderLayer(D, heads, kv_heads, shape.head_dim, width, shape.norm_eps) for _ in range(layers - 1))
+        self.layers = nn.ModuleList(DecoderLayer(shape, heads, kv_heads, width) for _ in range(layers - 1))
         self.norm = RMSNorm(D, shape.norm_eps)
         self.lm_head = OutputHead(D, shape.vocab_size, draft_vocab)
         self.rope = Rope(shape.rope, shape.head_dim, shape.max_positions)

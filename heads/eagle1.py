@@ -37,7 +37,7 @@ class Eagle1(Drafter):
         self.noise = noise
         self.fc = nn.Linear(2 * D, D, bias=False)
         heads, kv_heads, width = layer_sizes(shape, heads, kv_heads, intermediate_size)
-        self.layers = nn.ModuleList([DecoderLayer(D, heads, kv_heads, shape.head_dim, width, shape.norm_eps, input_norm=False)])
+        self.layers = nn.ModuleList([DecoderLayer(shape, heads, kv_heads, width, input_norm=False)])
         self.rope = Rope(shape.rope, shape.head_dim, shape.max_positions)
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:

@@ -42,7 +42,7 @@ class ExitHead(ReadsTokens, Drafter):
         if self.layers >= shape.layers:
             raise UserError(f"head.layers={self.layers} must be fewer than the {shape.layers} of the target")
         heads, kv_heads, width = layer_sizes(shape, heads, kv_heads, intermediate_size)
-        self.layer = DecoderLayer(D, heads, kv_heads, shape.head_dim, width, shape.norm_eps)
+        self.layer = DecoderLayer(shape, heads, kv_heads, width)
         for out in (self.layer.self_attn.o_proj, self.layer.mlp.down_proj):
             nn.init.zeros_(out.weight)
         self.norm = RMSNorm(D, shape.norm_eps)

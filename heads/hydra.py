@@ -53,7 +53,7 @@ class Hydra(Medusa):
             of_depth(self, self.blocks, depth)[0] = Grounded(D, tokens=depth)
         self.prefix: DecoderLayer | None = None
         if prefix_attention:
-            self.prefix = DecoderLayer(D, shape.heads, shape.kv_heads, shape.head_dim, shape.intermediate_size, shape.norm_eps)
+            self.prefix = DecoderLayer(shape, shape.heads, shape.kv_heads, shape.intermediate_size)
             nn.init.zeros_(self.prefix.self_attn.o_proj.weight)
             nn.init.zeros_(self.prefix.mlp.down_proj.weight)
             self.rope = Rope(shape.rope, shape.head_dim, shape.max_positions)

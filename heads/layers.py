@@ -7,7 +7,7 @@ Shape suffixes: B batch, N rows of any kind, D hidden size, d head size.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,9 @@ from headstart.heads.memory import Memory, Segment
 from headstart.heads.orders import memory_dtype
 from headstart.heads.prepack import Prepacked
 from headstart.heads.visibility import Sees
+
+if TYPE_CHECKING:
+    from headstart.heads.base import TargetShape
 
 
 class Rope(nn.Module):
@@ -156,25 +159,18 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 class DecoderLayer(nn.Module):
     """A Llama decoder layer. ``input_norm=False`` omits the first norm (EAGLE-1's first layer); ``head_norm`` adds Qwen3's head norms."""
 
-    reads = ("input_layernorm",)  # names of its input norms, one for each input
+    reads: tuple[str, ...] | None = ("input_layernorm",)  # names of its input norms, one for each input; None: it has no faster form
     frozen: Any = None  # its faster form: see ``freeze``
 
     def __init__(
-        self,
-        hidden_size: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        intermediate_size: int,
-        eps: float,
-        input_norm: bool = True,
-        head_norm: bool = False,
+        self, shape: TargetShape, heads: int, kv_heads: int, intermediate_size: int, *, input_norm: bool = True, head_norm: bool = False
     ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(hidden_size, eps) if input_norm else nn.Identity()
-        self.self_attn = Attention(hidden_size, hidden_size, heads, kv_heads, head_dim, eps if head_norm else None)
-        self.post_attention_layernorm = RMSNorm(hidden_size, eps)
-        self.mlp = MLP(hidden_size, intermediate_size)
+        D, eps = shape.hidden_size, shape.norm_eps
+        self.input_layernorm = RMSNorm(D, eps) if input_norm else nn.Identity()
+        self.self_attn = Attention(D, D, heads, kv_heads, shape.head_dim, eps if head_norm else None)
+        self.post_attention_layernorm = RMSNorm(D, eps)
+        self.mlp = MLP(D, intermediate_size)
 
     def forward(self, x: Tensor, cos_sin: CosSin, memory: Memory, layer: int, sees: Sees) -> Tensor:
         """``x`` [B, N, D] plus its attention over memory, plus the MLP of that sum: [B, N, D]."""
@@ -194,7 +190,7 @@ def freeze(model: nn.Module) -> torch.dtype | None:
         if isinstance(module, RMSNorm) and (forms := _forms(module)) is not None:
             module.frozen = forms.normed(module)
         attention: Any = getattr(module, "self_attn", None)
-        forms = _forms(module) if hasattr(module, "reads") and isinstance(attention, Attention) else None
+        forms = _forms(module) if getattr(module, "reads", None) and isinstance(attention, Attention) else None
         if forms is not None and (forms is not frozen or type(attention.o_proj) is Prepacked):
             sizes = attention.heads, attention.kv_heads, attention.head_dim
             norms = [None if name is None else getattr(module, name) for name in module.reads]

@@ -39,7 +39,7 @@ class Module(nn.Module):
         self.enorm = RMSNorm(D, eps)
         self.hnorm = RMSNorm(D, eps)
         self.eh_proj = nn.Linear(2 * D, D, bias=False)
-        self.layer = DecoderLayer(D, heads, kv_heads, shape.head_dim, intermediate_size, eps)
+        self.layer = DecoderLayer(shape, heads, kv_heads, intermediate_size)
         self.norm = RMSNorm(D, eps)
 
     def forward(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from headstart.heads import frozen, lm, native, prepack
+from headstart.heads.base import TargetShape
 from headstart.heads.layers import DecoderLayer, Rope, freeze
 from headstart.heads.lean import _known as known
 from headstart.heads.lm import Backbone
@@ -188,7 +189,8 @@ def test_a_frozen_norm_of_few_numbers_and_of_many(rows: int) -> None:
 @torch.inference_mode()
 def test_a_frozen_layer_of_ours_over_any_memory(input_norm: bool, head_norm: bool) -> None:
     torch.manual_seed(0)
-    layer = DecoderLayer(32, 4, 2, 16, 48, 1e-5, input_norm=input_norm, head_norm=head_norm).requires_grad_(False)
+    shape = TargetShape("toy", 32, 1, 4, 2, 16, 48, 100, 64, 1e-5, {}, "float32")
+    layer = DecoderLayer(shape, 4, 2, 48, input_norm=input_norm, head_norm=head_norm).requires_grad_(False)
     for p in layer.parameters():
         p.normal_(1.0 if p.ndim == 1 else 0.0, 0.3)
     other, rope = copy.deepcopy(layer), Rope({}, 16, 64)
