@@ -18,6 +18,7 @@ from headstart.inference.reports.comparison_page import NAME as PAGE
 from headstart.inference.reports.comparison_page import comparison_page
 from headstart.inference.reports.figures import GRAM
 from headstart.inference.reports.measure import Contender
+from headstart.inference.reports.page import interval
 from headstart.inference.reports.pictures import comparison_picture
 from headstart.inference.reports.render import table
 from headstart.inference.reports.report import Report, shape_of
@@ -103,7 +104,7 @@ def figures(name: str, report: Report) -> dict[str, Any]:
         "predicted_speedup": report.get("predicted_speedup"),
         "lossless": report["lossless"],
         "speedup_by_sequences": several or None,
-        **{f"{key}_interval": each for key, found, figure in ranked if (each := (found.get("intervals") or {}).get(figure))},
+        **{f"{key}_interval": each for key, found, figure in ranked if (each := interval(found, figure))},
     }
 
 

@@ -17,7 +17,7 @@ from headstart.heads.stored import read_json
 from headstart.inference.reports import render
 from headstart.inference.reports.evaluate import ALL, Question, figures, lossless
 from headstart.inference.reports.figures import COVERED, GRAM, too_much
-from headstart.inference.reports.page import about, bar, between, h, joined, page, section, table
+from headstart.inference.reports.page import about, bar, between, h, interval, joined, page, section, table
 from headstart.inference.reports.results import Results, write_spec_bench
 from headstart.inference.reports.sides import PLAIN
 
@@ -119,7 +119,7 @@ def _terminal(title: str, rows: Sequence[Row]) -> Table:
     head = ("", "accepted", "tokens/s", "speed-up", f"{COVERED:.0%}", "repeats")
     body = []
     for row in rows:
-        sure = between(row.get("intervals", {}).get("speedup")) if row["name"] != PLAIN else ""
+        sure = between(interval(row, "speedup")) if row["name"] != PLAIN else ""
         cells = [f"{row['accepted_length']:.2f}", f"{row['tokens_per_second']:.0f}", f"{row['speedup']:.2f}x", sure]
         body.append([row["name"], *cells, f"{row['repetition']:.0%}"])
     return render.table(title, head, body, whole=range(len(head)))
@@ -168,11 +168,10 @@ def _overall(rows: Sequence[Row], kind: str) -> list[Markup]:
     most = max(row["speedup"] for row in rows)
     body = []
     for row in rows:
-        sure = row.get("intervals", {})
         body.append([
             row["name"], bar(row["speedup"] / most, "plain" if row["name"] == PLAIN else kind), f"{row['speedup']:.2f}×",
-            "" if row["name"] == PLAIN else between(sure.get("speedup")), f"{row['accepted_length']:.2f}",
-            "" if row["name"] == PLAIN else between(sure.get("accepted_length")), f"{row['tokens_per_second']:,.0f}",
+            "" if row["name"] == PLAIN else between(interval(row, "speedup")), f"{row['accepted_length']:.2f}",
+            "" if row["name"] == PLAIN else between(interval(row, "accepted_length")), f"{row['tokens_per_second']:,.0f}",
             f"{row['repetition']:.0%}",
         ])  # fmt: skip
     head = ["", "", "speed-up", "interval", "accepted length", "interval", "tokens/s", f"repeated {GRAM}-grams"]
@@ -191,7 +190,7 @@ def _categories(rows: Sequence[Row]) -> list[Markup]:
         cells = [group, f"{here[PLAIN]['prompts']}"]
         for name in names:
             row = here[name]
-            sure = between(row.get("intervals", {}).get("speedup"))
+            sure = between(interval(row, "speedup"))
             cells += [f"{row['speedup']:.2f}×" + (f" ({sure})" if sure else ""), f"{row['accepted_length']:.2f}"]
         body.append([*cells, f"{here[PLAIN]['repetition']:.0%}"])
     head = ["", "prompts", *(word for name in names for word in (f"{name}: speed-up", "accepted")), f"repeated {GRAM}-grams"]

@@ -7,28 +7,23 @@ from collections.abc import Sequence
 from markupsafe import Markup
 
 from headstart.inference.reports.charts import KINDS, Series, lines
-from headstart.inference.reports.page import between, figure, h, table
-from headstart.inference.reports.report import Batch, Report
-
-
-def sure(row: Batch) -> Sequence[float]:
-    """The interval of a row's speed-up; empty where there is none."""
-    return (row.intervals or {}).get("speedup", ())
+from headstart.inference.reports.page import between, figure, h, interval, table
+from headstart.inference.reports.report import Report
 
 
 def several(report: Report) -> list[Markup]:
     """A chart and a table of the speed-up against the number of sequences decoded at once; empty if all were decoded one at a time."""
     series, rows = list[Series](), report.batches or ()
-    banded = all(map(sure, rows))
+    banded = all(interval(row, "speedup") for row in rows)
     for temperature, kind, shape in KINDS:
         here = [row for row in rows if row.temperature == temperature]
-        band = [sure(row) for row in here] if banded else ()
+        band = [interval(row, "speedup") for row in here] if banded else ()
         series.append(Series(f"T = {temperature}", kind, [(float(row.sequences), row.speedup) for row in here], band, shape))
     why = "Tokens per second over those of plain decoding of the same prompts, as many at once. Below the dashed line drafting loses time."
     why += " By decode=auto, which leaves guessing out where it does not pay." if "auto_temperature_0" in report else ""
     why += " The band is the interval over what was decoded together." if banded else ""
     body = [
-        [f"{row.sequences}, T = {row.temperature}", f"{row.speedup:.2f}×", between(sure(row)),
+        [f"{row.sequences}, T = {row.temperature}", f"{row.speedup:.2f}×", between(interval(row, "speedup")),
          f"{row.tokens_per_second:,.0f}", f"{row.plain_tokens_per_second:,.0f}", f"{row.accepted_length:.2f}"]
         for row in rows
     ]  # fmt: skip

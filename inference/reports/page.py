@@ -119,6 +119,11 @@ def shortened(name: str, most: int) -> str:
     return name if len(name) <= most else f"{name[: (most - 1) // 2]}…{name[-(most // 2) :]}"
 
 
+def interval(figures: Mapping[str, Any], key: str) -> Any:
+    """The interval [low, high] of a figure, or a list of them; None where there is none."""
+    return (figures.get("intervals") or {}).get(key)
+
+
 def between(interval: Sequence[float] | None, form: str = "{:.2f}") -> str:
     """An interval in words; nothing where there is none."""
     return "" if not interval else f"{form.format(interval[0])} to {form.format(interval[1])}"

@@ -11,11 +11,11 @@ from rich.table import Table
 
 from headstart.heads.files import put, put_text
 from headstart.inference.reports.figures import GRAM
-from headstart.inference.reports.page import between
+from headstart.inference.reports.page import between, interval
 from headstart.inference.reports.pictures import report_picture
 from headstart.inference.reports.report import PICTURE, Figures, Report
 from headstart.inference.reports.report_page import NAME as PAGE
-from headstart.inference.reports.report_page import Curves, interval, report_page
+from headstart.inference.reports.report_page import Curves, report_page
 from headstart.inference.reports.summary import summary
 
 

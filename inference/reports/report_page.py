@@ -13,7 +13,7 @@ from headstart.inference.reports.charts import KINDS, Series, lines
 from headstart.inference.reports.figures import COVERED, GRAM, too_much
 from headstart.inference.reports.gain import several
 from headstart.inference.reports.lengths import APART
-from headstart.inference.reports.page import about, bar, between, figure, folded, h, joined, page, section, table
+from headstart.inference.reports.page import about, bar, between, figure, folded, h, interval, joined, page, section, table
 from headstart.inference.reports.report import Report, shape_of
 from headstart.inference.reports.summary import summary
 from headstart.inference.reports.verdict import plain_at
@@ -52,11 +52,6 @@ def as_served(report: Report, temperature: int) -> Mapping[str, Any]:
     """The figures of decode=auto where it was asked for, else of the tree."""
     found: Mapping[str, Any] = report.get(f"auto_temperature_{temperature}") or at(report, temperature)
     return found
-
-
-def interval(figures: Mapping[str, Any], key: str) -> Any:
-    """The interval [low, high] of a figure, or a list of them; None where there is none."""
-    return (figures.get("intervals") or {}).get(key)
 
 
 def lead(report: Report) -> Markup:

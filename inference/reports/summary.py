@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from headstart.inference.reports.figures import too_much
+from headstart.inference.reports.page import interval
 from headstart.inference.reports.report import Report, shape_of
 
 LARGE = 20  # guesses that a drafter makes in the time of a plain round, for a target much larger than its drafter
@@ -14,7 +15,7 @@ LARGE = 20  # guesses that a drafter makes in the time of a plain round, for a t
 def _slower(report: Report, temperature: int) -> str:
     """A sentence if decode=auto was slower than a chain, by more than chance explains; else empty."""
     chosen, chain = report.get(f"auto_temperature_{temperature}"), report.get(f"chain_temperature_{temperature}")
-    if not chosen or not chain or chain.get("intervals", {}).get("speedup", [0.0])[0] <= chosen["speedup"]:
+    if not chosen or not chain or (interval(chain, "speedup") or [0.0])[0] <= chosen["speedup"]:
         return ""
     depth = report["tree"]["depth"]
     return (f"at temperature {temperature} a chain of {depth} is faster here than what decode=auto chose: {chain['speedup']:.2f} times "
@@ -46,7 +47,7 @@ def _shared(report: Report, temperature: int) -> str:
     numbers.
     """
     rows = [row for row in report.get("batches", []) if row["temperature"] == temperature]
-    gains = {row["sequences"]: (row.get("intervals", {}).get("speedup") or [row["speedup"]])[0] > 1 for row in rows}
+    gains = {row["sequences"]: (interval(row, "speedup") or [row["speedup"]])[0] > 1 for row in rows}
     if len(gains) < 2:
         return ""
     faster, slower = (", ".join(str(size) for size, gain in gains.items() if gain is wanted) for wanted in (True, False))
