@@ -102,9 +102,9 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def write_spec_bench(lines: Mapping[Key, Line], names: Sequence[Any], categories: Sequence[str], folder: Path, model: str) -> list[Path]:
+def write_spec_bench(lines: Mapping[Key, Line], names: Sequence[Any], categories: Sequence[str], folder: Path, model: str) -> None:
     """Write the results of one sequence at a time as Spec-Bench's evaluation does, for its evaluation/speed.py: a file for each side and
-    temperature. ``names``, ``categories``: of the questions; ``model``: the beginning of ``model_id``. Returns the paths.
+    temperature. ``names``, ``categories``: of the questions; ``model``: the beginning of ``model_id``.
     """
     files: dict[str, list[dict[str, Any]]] = {}
     for key, line in sorted(lines.items()):
@@ -123,8 +123,5 @@ def write_spec_bench(lines: Mapping[Key, Line], names: Sequence[Any], categories
             record = {**about, "model_id": f"{model}-{name}", "choices": [choice], "tstamp": line.time}
             files.setdefault(name, []).append(record)
     (folder / SPEC_BENCH).mkdir(exist_ok=True)
-    paths = []
     for name, records in files.items():
-        paths.append(folder / SPEC_BENCH / f"{name}.jsonl")
-        put_text(paths[-1], "".join(json.dumps(record) + "\n" for record in records))
-    return paths
+        put_text(folder / SPEC_BENCH / f"{name}.jsonl", "".join(json.dumps(record) + "\n" for record in records))
