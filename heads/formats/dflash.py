@@ -21,7 +21,7 @@ from torch import Tensor
 from headstart.heads.base import TargetShape
 from headstart.heads.errors import UserError
 from headstart.heads.formats import keys, llama
-from headstart.heads.formats.keys import alike, architecture, flag, need, part, shown
+from headstart.heads.formats.keys import agree, architecture, flag, need, part, shown
 from headstart.heads.formats.llama import llama_arguments, llama_config
 from headstart.heads.formats.llama import read as read
 from headstart.heads.serving import Command, sglang, tensorrt_llm, vllm
@@ -231,9 +231,7 @@ def _said(config: dict[str, Any]) -> dict[str, Any]:
     """The keys of both places where engines look. Raises UserError where a key has a different value in each."""
     nested = part(config, "dflash_config")
     for key in sorted(nested.keys() & config.keys()):
-        if not alike(nested[key], config[key]):
-            raise UserError(f"the folder has {key}={shown(config[key])}, but dflash_config.{key}={shown(nested[key])}: "
-                            "engines read one or the other")  # fmt: skip
+        agree(key, config[key], f"dflash_config.{key}", nested[key])
     return config | nested
 
 
@@ -252,11 +250,10 @@ def _windows(said: dict[str, Any]) -> dict[str, Any]:
 
 
 def _causal(said: dict[str, Any]) -> bool:
-    keys = [key for key in ("is_causal", "causal") if said.get(key) is not None]
-    values = {flag(said, key) for key in keys}
-    if len(values) > 1:
-        raise UserError(f"the folder has is_causal={said['is_causal']}, but causal={said['causal']}: engines read one or the other")
-    return True in values
+    values = {key: flag(said, key) for key in ("is_causal", "causal") if said.get(key) is not None}
+    if len(values) == 2:
+        agree("is_causal", values["is_causal"], "causal", values["causal"])
+    return True in values.values()
 
 
 def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Command]:

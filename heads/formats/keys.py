@@ -54,6 +54,12 @@ def layers(found: Any, key: str) -> list[int]:
     return found
 
 
+def agree(key: str, value: Any, other_key: str, other: Any) -> None:
+    """Raises UserError where two keys that mean the same have different values."""
+    if not alike(value, other):
+        raise UserError(f"the folder has {key}={shown(value)}, but {other_key}={shown(other)}: engines read one or the other")
+
+
 def alike(a: Any, b: Any) -> bool:
     """Whether two values are equal at every level of nesting. Unlike in Python, True does not equal 1."""
     if isinstance(a, dict) and isinstance(b, dict):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headstart.heads.base import TargetShape
 from headstart.heads.errors import UserError
-from headstart.heads.formats.keys import alike, flag, need, shown
+from headstart.heads.formats.keys import agree, flag, need
 from headstart.heads.serving import Command, vllm
 
 names_target = True  # as published folders do (base_model_name_or_path)
@@ -72,9 +72,8 @@ def _count(config: dict[str, Any], key: str, default: int, also: str | None = No
     """A number under either of its two names, or the default. Raises UserError where both are present and differ."""
     names = [f"medusa_{key}", also or key]
     found = [(name, config[name]) for name in names if config.get(name) is not None]
-    if len(found) == 2 and not alike(found[0][1], found[1][1]):
-        (a, x), (b, y) = found
-        raise UserError(f"the folder has {a}={shown(x)}, but {b}={shown(y)}: engines read one or the other")
+    if len(found) == 2:
+        agree(*found[0], *found[1])
     return found[0][1] if found else default
 
 
