@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from headstart.heads.errors import UserError, first_line
-from headstart.heads.stored import INDEX, check_model, named
+from headstart.heads.stored import check_model, named
 
 SHARED = re.compile(r"tp(:[1-9]\d*)?|fsdp")
 
@@ -129,7 +129,6 @@ def check_folder(path: str) -> None:
                 raise UserError(f"target folder {named(path)} is a file: give its folder in target.path, or a hub id (owner/name)")
             raise UserError(f"target folder {named(path)} does not exist: set target.path to a model folder or a hub id (owner/name)")
         wanted = {"config.json": ["config.json"], "tokenizer": ["tokenizer.json", "tokenizer.model", "vocab.json"]}
-        wanted["weights"] = ["model.safetensors", INDEX]
         for what, names in wanted.items():
             if not any((folder / n).is_file() for n in names):
                 raise UserError(f"target folder {path} has no {what}: expected {' or '.join(names)}")

@@ -45,7 +45,7 @@ def settings(path: object, **changes: object) -> dict[str, object]:
     [
         (["config.json"], r"has no config\.json"),
         (["tokenizer.json"], r"has no tokenizer: expected tokenizer\.json"),
-        (["model.safetensors"], r"has no weights: expected model\.safetensors or model\.safetensors\.index\.json"),
+        (["model.safetensors"], r"has no model\.safetensors or model\.safetensors\.index\.json"),
     ],
 )
 def test_a_target_folder_without_something(remove, says, broken):

@@ -186,7 +186,8 @@ def test_a_folder_loads_as_it_was_saved(folder: Path) -> None:
     [
         (lambda f: (f / "config.json").unlink(), "has no config.json: expected config.json"),
         (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer: expected tokenizer.json or"),
-        (lambda f: (f / "model.safetensors").unlink(), "has no weights: expected model.safetensors or"),
+        (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors or model.safetensors.index.json .nothing else is loaded."),
+        (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "pytorch_model.bin is a pickled file, which is never loaded"),
         (lambda f: cut(f / "model.safetensors", 1000), "weights are damaged or truncated"),
         (lambda f: cut(f / "model.safetensors", -1), "weights are damaged or truncated"),
         (lambda f: (f / "model.safetensors").write_bytes(b""), "weights are damaged or truncated"),
