@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from headstart.heads.base import Draft, Roots, TargetShape, rows_of
-from headstart.heads.dflash import Dflash, Sizes, asked
+from headstart.heads.dflash import Dflash, asked
 from headstart.heads.dflash2 import ConvLayer, check_conv
 from headstart.heads.errors import UserError
 from headstart.heads.layers import RMSNorm
@@ -192,8 +192,9 @@ class Lilicorr(Dflash, without=("draft_vocab",)):
         sizes = candidates, width, factors, lattice_layers, lattice_heads, lattice_mlp, shape.norm_eps
         self.lilicorr = Correlator(D, block - self.first_slot, *sizes)
 
-    def _layer(self, sizes: Sizes) -> nn.Module:
-        return super()._layer(sizes) if self._conv is None else ConvLayer(sizes, self._conv)
+    def _layer(self, heads: int, kv_heads: int, width: int) -> nn.Module:
+        sizes = heads, kv_heads, width
+        return super()._layer(*sizes) if self._conv is None else ConvLayer(self.shape, *sizes, self._conv)
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
         """DFlash's ``begin``, and the scores of every lattice, some blocks at a time. A draft's state: the slots, the candidates' ids, the
