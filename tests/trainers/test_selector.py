@@ -171,7 +171,7 @@ def test_terms_of_listed_scores_need_a_list() -> None:
     ]:
         with pytest.raises(UserError, match=rf"loss\.terms\.{message}"):
             Learner(make(head, target), depth=3, terms={"kl": 1.0, term: 1.0}, decay=0.8, chunk=16)(batch)
-    with pytest.raises(UserError, match=r"loss\.terms\.choice orders the candidates that a divergence finds: name one beside it"):
+    with pytest.raises(UserError, match=r"loss\.terms\.choice orders the candidates that a divergence finds: name a divergence too"):
         Learner(make("lilicorr", target), depth=3, terms={"choice": 1.0}, decay=0.8, chunk=16)
 
 
