@@ -75,7 +75,8 @@ class Vllm(Client):
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Decode ``prompts`` (token ids) one after another at temperature 0, ``new_tokens`` each, or up to a token of ``stop``. Returns
-        ``tokens`` and ``seconds``, and counters of guesses if the engine keeps statistics (``disable_log_stats=False``).
+        ``tokens`` and ``seconds``. If the engine keeps statistics (``disable_log_stats=False``), also counters of guesses, and ``guesses``:
+        for each prompt what was proposed after each of its passes.
         """
         _ = self.version
         self.say(request)
@@ -103,16 +104,37 @@ def serve() -> None:
     from vllm import LLM, SamplingParams, __version__
 
     settings = json.loads(sys.stdin.readline())
+    keeps = not settings.get("disable_log_stats", True)
+    proposed = proposals() if keeps else []
     llm = LLM(**settings)
     print(json.dumps({"version": __version__}), file=answers, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         asked = SamplingParams(temperature=0.0, max_tokens=request["new_tokens"], detokenize=False, stop_token_ids=request["stop"])
-        start = time.perf_counter()
-        made = [llm.generate({"prompt_token_ids": p}, asked, use_tqdm=False)[0].outputs[0].token_ids for p in request["prompts"]]
+        start, made, guessed = time.perf_counter(), [], []
+        for prompt in request["prompts"]:
+            proposed.clear()
+            made.append(llm.generate({"prompt_token_ids": prompt}, asked, use_tqdm=False)[0].outputs[0].token_ids)
+            guessed.append([list(map(int, each)) for each in proposed])
         result = {"seconds": time.perf_counter() - start, "tokens": [list(tokens) for tokens in made]}
-        counted = {} if settings.get("disable_log_stats", True) else guesses(llm.get_metrics())
+        counted = guesses(llm.get_metrics()) | {"guesses": guessed} if keeps else {}
         print(json.dumps(result | counted), file=answers, flush=True)
+
+
+def proposals() -> list[list[int]]:
+    """A list to which vLLM's runner adds what its drafter proposes for the only sequence, from now on."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    found: list[list[int]] = []
+    propose = GPUModelRunner.propose_draft_token_ids
+
+    def noted(*given: Any, **named: Any) -> Any:
+        made = propose(*given, **named)
+        found.extend(each for each in (made.tolist() if hasattr(made, "tolist") else made)[:1] if each)
+        return made
+
+    GPUModelRunner.propose_draft_token_ids = noted
+    return found
 
 
 def guesses(metrics: list[Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from headstart.heads.serving import serving
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
+from headstart.inference.reports.measure import rounds_of
 from headstart.inference.settings import open_target
 from headstart.inference.speculator import open_speculator
 from tests.drafters import make
@@ -45,13 +46,15 @@ def runs(composed: Any, target_folder: Path, conversations: Path, tmp_path_facto
 
 
 def answer(request: dict[str, Any], wrong: bool) -> dict[str, Any]:
-    """What a vLLM would say that is right; or that drafts once more than needed."""
+    """What a vLLM would say that is right; or that drafts once more than needed, with another last guess in the first round."""
     target = open_target({"name": "x", "path": request["target"], "dtype": "float32", "device": "cpu", "attention": "sdpa", "config": None})
     asked = request["speculative"]
     drafter, chain = open_speculator(asked["model"], target), TreePolicy("chain", depth=asked["num_speculative_tokens"])
     made = [generate(target, Drafting(drafter), p, new_tokens=request["new_tokens"], policy=chain) for p in request["prompts"]]
     rounds = [n for g in made for n in g.emitted]
-    return {"tokens": [g.tokens for g in made], "drafts": len(rounds) + wrong, "accepted": sum(rounds) - len(rounds),
+    guesses = [[list(r.guesses) for r in rounds_of(g)] for g in made]
+    guesses[0][0][-1] += wrong
+    return {"tokens": [g.tokens for g in made], "guesses": guesses, "drafts": len(rounds) + wrong, "accepted": sum(rounds) - len(rounds),
             "accepted_by_depth": [0] * chain.depth, "version": "0.0"}  # fmt: skip
 
 
@@ -68,7 +71,7 @@ def test_each_head_is_asked_as_its_card_says(runs: dict[str, Path], tmp_path: Pa
     out = tmp_path / "in_vllm.json"
     out.write_text('{"mtp": {"kept": 1}}')
     monkeypatch.setattr(sys, "argv", ["in_vllm.py", *map(str, runs.values()), "--vllm", "PYTHON", "--out", str(out), "--new-tokens", "12"])
-    with pytest.raises(SystemExit, match=r"^failed, or other tokens or passes: peagle, hydra$"):
+    with pytest.raises(SystemExit, match=r"^failed, or other tokens, passes or guesses: peagle, hydra$"):
         in_vllm.main()
     assert "vLLM does not load this folder: none has this kind of drafter" in " ".join(capsys.readouterr().out.split())
     asked = [{k: v for k, v in r["speculative"].items() if k != "model"} for r in requests]
@@ -84,6 +87,7 @@ def test_each_head_is_asked_as_its_card_says(runs: dict[str, Path], tmp_path: Pa
         if name != "mtp":
             assert entry["prompts_with_the_same_tokens"] == 2 and entry["commit"]
             assert (entry["target_passes_in_vllm"] == entry["target_passes_here"]) == (name != "peagle")
+            assert entry["guesses_that_differ"] == (name == "peagle") and entry["guesses_compared"] > 12
 
 
 def test_vllm_sees_no_name_by_which_it_would_choose_another_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
