@@ -33,8 +33,7 @@ from headstart.inference.decoding.decode import Generation, generate
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.provenance import provenance
-from headstart.inference.reports.figures import acceptance
-from headstart.inference.reports.measure import rounds_of
+from headstart.inference.reports.figures import acceptance, rounds_of
 from headstart.inference.settings import open_decode, open_target
 from headstart.inference.speculator import open_speculator
 

@@ -95,7 +95,8 @@ def evaluate(config: dict[str, Any]) -> None:
         if results.lines:
             print(f"{folder} has {len(results.lines)} lines of results already: they are not decoded again", flush=True)
         run(target, sides, kept_questions, spoken, how, results)
-        made = write(results, kept_questions, folder, depth, about(config, target, len(found) - len(kept_questions)))
+        untried = len(sides) < 2 + len(config["against"])  # 2: plain decoding and the speculator
+        made = write(results, kept_questions, folder, depth, about(config, target, len(found) - len(kept_questions), untried))
     show(made)
     print(f"evaluation: {folder / 'evaluate.json'}, evaluate.html, results.jsonl; as Spec-Bench has it: {folder / 'spec_bench'}")
 
@@ -107,7 +108,7 @@ def opened(config: dict[str, Any], decode: Any, target: Any, longest: int) -> tu
     from headstart.door.infer import name_of
     from headstart.inference.decoding.policy import fit_depth
     from headstart.inference.reports.generate import assistant_of
-    from headstart.inference.reports.sides import PLAIN, ours, transformers
+    from headstart.inference.reports.sides import PLAIN, is_tried, ours, transformers
     from headstart.inference.settings import open_decode, open_guesser
 
     engine: dict[str, Any] = {"rule": decode.sampling.rule, "longest": longest}
@@ -135,7 +136,8 @@ def opened(config: dict[str, Any], decode: Any, target: Any, longest: int) -> tu
             name = at.parent.name if at.name == "speculator" else at.name
         if name in taken:
             raise UserError(f"against: {word} and another one are both called {name}: rename a folder")
-        sides.append(ours(name, target, proposer or drafter, policy, **engine))
+        if is_tried(policy, config["new_tokens"]):
+            sides.append(ours(name, target, proposer or drafter, policy, **engine))
         depth = max(depth, policy.depth)
         folders += [folder] if folder not in folders else []
     return sides, depth, folders
@@ -161,12 +163,14 @@ def settings(config: dict[str, Any], target: Any, questions: Any, folders: list[
     }  # fmt: skip
 
 
-def about(config: dict[str, Any], target: Any, skipped: int) -> dict[str, Any]:
-    """The keys of evaluate.json that hold for all its rows."""
+def about(config: dict[str, Any], target: Any, skipped: int, untried: bool) -> dict[str, Any]:
+    """The keys of evaluate.json that hold for all its rows. ``untried``: whether the answers are too short for decode=auto."""
     from headstart.inference.provenance import provenance, ran_on
+    from headstart.inference.reports.verdict import NOT_TRIED
 
     return {
         "suite": config["suite"]["name"], "target": config["target"]["name"], "speculator": config["speculator"], "skipped": skipped,
         "new_tokens": config["new_tokens"], "raw": config["raw"] or not target.tokenizer.chat_template,
         **ran_on(target.device, target.dtype), "passes": target.reader.passes, "auto": config["decode"]["kind"] == "auto", **provenance(),
+        **({"auto_not_tried": NOT_TRIED} if untried else {}),
     }  # fmt: skip

@@ -18,7 +18,7 @@ from headstart.heads.serving import serving
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
-from headstart.inference.reports.measure import rounds_of
+from headstart.inference.reports.figures import rounds_of
 from headstart.inference.settings import open_target
 from headstart.inference.speculator import open_speculator
 from tests.drafters import make

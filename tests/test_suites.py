@@ -72,6 +72,16 @@ def test_a_file_is_evaluated_and_goes_on(evaluate: Evaluate, tmp_path: Path) -> 
     assert code == 2 and said.err.count("\n") == 1 and "new_tokens is 6 there and 7 here" in said.err and "another out=DIR" in said.err
 
 
+def test_answers_too_short_for_decode_auto_say_nothing_about_the_drafter(evaluate: Evaluate, tmp_path: Path) -> None:
+    code, said = evaluate("out=short", "decode=auto", "against=[ngram]", "sequences=[1]")
+    assert code == 0, said.err
+    made = json.loads((tmp_path / "short" / "evaluate.json").read_text())
+    assert {row["name"] for row in made["rows"]} == {"plain", "ngram"}
+    for text in (said.out, (tmp_path / "short" / "evaluate.html").read_text()):
+        text = " ".join(text.split())
+        assert "decode=auto was not tried: texts below 24 tokens are not worth measuring" in text and "drafts where that pays" not in text
+
+
 @pytest.mark.slow
 def test_what_is_not_the_same_evaluation_is_refused(evaluate: Evaluate, other: Path, tmp_path: Path) -> None:
     assert evaluate("out=done", "against=[ngram]")[0] == 0

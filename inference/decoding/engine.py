@@ -197,7 +197,7 @@ class Engine:
         """
         known = (kind.policy, self.rule, costs_as(self.rule, warp.heat), kind.n) in known_of(self.target, self.drafter)
         full = self.owed >= self.rounds.waits  # measuring runs plain rounds, whose rows must find room to wait
-        if not known and (full or max(row.most - len(row.tokens) for row in rows) < WORTH):
+        if not known and (full or 1 + max(row.most - len(row.tokens) for row in rows) < WORTH):  # 1: the token of the prompt's pass
             return kind._replace(policy=None)
         began, auto = time.perf_counter(), auto_of_rounds(self.rounds, kind, warp)
         if not known:

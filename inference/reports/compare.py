@@ -104,6 +104,7 @@ def figures(name: str, report: Report) -> dict[str, Any]:
         "predicted_speedup": report.get("predicted_speedup"),
         "lossless": report["lossless"],
         "speedup_by_sequences": several or None,
+        **({"auto_not_tried": report["auto_not_tried"]} if "auto_not_tried" in report else {}),
         **{f"{key}_interval": each for key, found, figure in ranked if (each := interval(found, figure))},
     }
 

@@ -88,7 +88,9 @@ def sentences(found: Mapping[str, Any]) -> list[str]:
     for sequences, temperature in kinds(found):
         plain = next(row for row in of(found, sequences, temperature, ALL) if row["name"] == PLAIN)
         lines += [line for line in too_much({temperature: plain}) if line not in lines]
-    if found.get("auto"):
+    if found.get("auto_not_tried"):
+        lines.append(f"{found['auto_not_tried']}: raise new_tokens, or take decode=dynamic or chain")
+    elif found.get("auto"):
         lines.append("decode=auto drafts where that pays: its rounds without guesses count as one token. What a drafter guesses is "
                      "compared by decode=dynamic or chain")  # fmt: skip
     if found["skipped"]:

@@ -13,9 +13,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from headstart.inference.decoding.decode import Generation, Guesses
+from headstart.inference.decoding.tree import NO_NODE
+from headstart.inference.reports.report import Round
 
 SETS, COVERED, DIGITS = 2000, 0.95, 4  # of the intervals
 LEAST = 2  # prompts: a single one gives no interval
@@ -136,3 +139,20 @@ def too_much(figures: Mapping[Any, Mapping[str, Any]]) -> list[str]:
         for temperature, share in shares.items()
         if share > HIGH
     ]
+
+
+def rounds_of(made: Generation) -> list[Round]:
+    """The rounds of a sequence as a report keeps them."""
+    found, at = [], 1  # token 0 comes from the pass over the prompt
+    for count, round_ in zip(made.emitted, made.guesses, strict=True):
+        tokens, at = made.tokens[at : at + count], at + count
+        guesses, parents = (torch.as_tensor(x, dtype=torch.int64).flatten().tolist() for x in (round_.tokens, round_.parents))
+        there = [node for node, parent in enumerate(parents) if parent != NO_NODE]  # a tree of fixed shape may have places without a node
+        place = {-1: -1} | {node: i for i, node in enumerate(there)}
+        guesses, parents = [guesses[node] for node in there], [place[parents[node]] for node in there]
+        accepted, here = list[int](), -1
+        for token in tokens[: round_.accepted]:
+            here = next(i for i, guess in enumerate(zip(guesses, parents, strict=True)) if guess == (token, here))
+            accepted.append(here)
+        found.append(Round(tokens, guesses, parents, accepted))
+    return found

@@ -27,16 +27,16 @@ from headstart.inference.decoding.policy import TreePolicy, fit_depth
 from headstart.inference.decoding.propose import Proposer
 from headstart.inference.decoding.sampling import SamplingParams, heat_of
 from headstart.inference.decoding.target import Target
-from headstart.inference.decoding.tree import NO_NODE
 from headstart.inference.provenance import provenance, ran_on
 from headstart.inference.reports.confidence import confidences, probabilities
-from headstart.inference.reports.figures import decoding_figures, tokens_per_second
+from headstart.inference.reports.figures import decoding_figures, rounds_of, tokens_per_second
 from headstart.inference.reports.generate import hf_generate
 from headstart.inference.reports.lossless import differs
 from headstart.inference.reports.progress import watched
-from headstart.inference.reports.report import Report, Round, Text
+from headstart.inference.reports.report import Report, Text
 from headstart.inference.reports.several import Together, batches, check_decoders, decode_together, greedy_of, sizes_of
 from headstart.inference.reports.truth import Truth
+from headstart.inference.reports.verdict import NOT_TRIED
 from headstart.inference.spelling import spelling_of
 
 TEMPERATURES = (0, 1)  # at which everything is decoded
@@ -62,6 +62,7 @@ class Contender:
         self.made: dict[tuple[str, int], list[Generation]] = {}  # (shape, temperature) -> texts; shapes: tree, chain, auto
         self.together: Together = {}
         self.truth: Truth | None = None
+        self.untried = False  # decode=auto was asked for, but no text is long enough for it to be tried
 
     def open(self, target: Target, longest: int, sampling: SamplingParams) -> None:
         """Open the decoder for the shapes to be measured. ``longest``: most tokens of a sequence, prompt included."""
@@ -72,6 +73,12 @@ class Contender:
         self.decoder = Decoder(target, self.guesser, self.policy, trees=[*self.shapes.values()], rule=sampling.rule, max_length=longest)
         self.made = {key: [] for key in self.shapes}
         self.truth = Truth(target, self.drafter) if self.drafter is not None and self.guesser is self.drafter else None
+
+    def warm_up(self, plain: Plain, new_tokens: int) -> None:
+        """Decode a text untimed: first calls are slow, and decode=auto measures its rounds, if the text is long enough."""
+        self.decode(plain, 0, new_tokens)
+        self.untried = self.policy.kind == "auto" and not self.auto()
+        self.made = {(kind, t): [] for kind, t in self.shapes if not (self.untried and kind == "auto")}
 
     def decode(self, plain: Plain, i: int, new_tokens: int) -> None:
         """Decode prompt ``i`` by every shape, each at its temperature, and keep the texts in ``made``."""
@@ -119,7 +126,7 @@ def make_reports(
     if not prompts:
         raise UserError("no prompts to decode: raise decode.prompts, or give another prompts file")
     plain, sizes = Plain(target, prompts, sampling, new_tokens), sizes_of(sequences, len(prompts))
-    few = min(WORTH + 1, new_tokens)  # untimed: first calls are slow, and decode=auto measures its rounds in a text this long
+    few = min(WORTH + 1, new_tokens)  # in a text this long decode=auto measures its rounds
     for sampled in plain.how(0).values():
         plain.decoder.generate(prompts[0], new_tokens=few, sampling=sampled)
     hf_generate(target, prompts[0], min(8, new_tokens), plain.how(0)[0])
@@ -130,8 +137,7 @@ def make_reports(
             held.callback(c.decoder.close)
         check_decoders({c.name: c.decoder for c in contenders} if sizes else {}, plain.longest)
         for c in contenders:
-            c.decode(plain, 0, few)
-            c.made = {key: [] for key in c.made}
+            c.warm_up(plain, few)
         for i, prompt in enumerate(watched(prompts, "prompts decoded")):
             plain.decode(i)
             for c in contenders:
@@ -143,7 +149,7 @@ def make_reports(
 
 def _together(plain: Plain, contenders: Sequence[Contender], sizes: Sequence[int]) -> None:
     """Decode ``size`` prompts at once, for each size: plainly and by every contender. Stops with a printed line when memory runs out."""
-    sides: list[Plain | Contender] = [plain, *contenders]
+    sides: list[Plain | Contender] = [plain, *(c for c in contenders if not c.untried)]
     for size in watched(sizes, "numbers of prompts decoded at once") if sizes else ():
         try:
             for temperature in TEMPERATURES:
@@ -195,9 +201,10 @@ def _report(plain: Plain, c: Contender) -> Report:
         return decoding_figures(c.made[kind, temperature], said[temperature], depth, expected)
 
     others = {f"{kind}_temperature_{t}": figures(kind, t) for kind, t in c.made if kind != "tree"}
-    served = "auto" if ("auto", 0) in c.shapes else "tree"
+    served = "auto" if ("auto", 0) in c.made else "tree"
     several = batches({t: figures(served, t) for t in TEMPERATURES}, c.together, plain.together, depth) if c.together else None
-    more = {"passes": target.reader.passes, **_auto(c), **_trimmed(plain, c), **({"truth": c.truth.table()} if c.truth else {}), **c.extra}
+    more = {"passes": target.reader.passes, **_auto(c), **_trimmed(plain, c), **({"truth": c.truth.table()} if c.truth else {})}
+    more |= ({"auto_not_tried": NOT_TRIED} if c.untried else {}) | c.extra
     keys = {
         "head": c.name,
         "target": Path(target.name).name,
@@ -252,7 +259,7 @@ def _texts(plain: Plain, c: Contender) -> list[Text]:
         for temperature in TEMPERATURES:
             alone, known = plain.said[temperature][i], plain.probabilities[temperature][i]
             found.append(Text(i, temperature, "plain", alone.tokens, probabilities=known, seconds=round(alone.seconds, 6)))
-            for kind in (kind for kind, t in c.shapes if t == temperature):
+            for kind in (kind for kind, t in c.made if t == temperature):
                 said = c.made[kind, temperature][i]
                 text = Text(i, temperature, kind, said.tokens, rounds_of(said), seconds=round(said.seconds, 6))
                 found.append(_explained(plain, c, text, known if said.tokens == alone.tokens else None) if kind == "tree" else text)
@@ -266,23 +273,6 @@ def _explained(plain: Plain, c: Contender, text: Text, known: Sequence[float] | 
         sure = confidences(target, c.drafter, prompt, text.tokens, rounds)
         rounds = [replace(r, probabilities=q) for r, q in zip(rounds, sure, strict=True)]
     return replace(text, rounds=rounds, probabilities=known or probabilities(target, prompt, text.tokens))
-
-
-def rounds_of(made: Generation) -> list[Round]:
-    """The rounds of a sequence as a report keeps them."""
-    found, at = [], 1  # token 0 comes from the pass over the prompt
-    for count, round_ in zip(made.emitted, made.guesses, strict=True):
-        tokens, at = made.tokens[at : at + count], at + count
-        guesses, parents = (torch.as_tensor(x, dtype=torch.int64).flatten().tolist() for x in (round_.tokens, round_.parents))
-        there = [node for node, parent in enumerate(parents) if parent != NO_NODE]  # a tree of fixed shape may have places without a node
-        place = {-1: -1} | {node: i for i, node in enumerate(there)}
-        guesses, parents = [guesses[node] for node in there], [place[parents[node]] for node in there]
-        accepted, here = list[int](), -1
-        for token in tokens[: round_.accepted]:
-            here = next(i for i, guess in enumerate(zip(guesses, parents, strict=True)) if guess == (token, here))
-            accepted.append(here)
-        found.append(Round(tokens, guesses, parents, accepted))
-    return found
 
 
 def _auto(c: Contender) -> dict[str, Any]:

@@ -33,7 +33,9 @@ def write_report(report: Report, folder: Path, curves: Curves = ()) -> None:
 def rows(report: Report) -> list[tuple[str, str, str]]:
     """The rows of the report's table, formatted: (name, value at temperature 0, value at temperature 1)."""
     cold, warm = report["temperature_0"], report["temperature_1"]
-    always = ", this tree in every round" if "auto_temperature_0" in report else ""  # decode=auto, the default, has rows of its own
+    always = (
+        ", this tree in every round" if {"auto_temperature_0", "auto_not_tried"} & {*report} else ""
+    )  # decode=auto, the default, is another thing
 
     def both(name: str, key: str, unit: str = ".2f") -> tuple[str, str, str]:
         return name, f"{cold[key]:{unit}}", f"{warm[key]:{unit}}"

@@ -89,6 +89,8 @@ def sentence(report: Report) -> str:
     how = f"its tree says {length:.2f} tokens for every pass of the target, decode=auto is {fast}, and what it says is {exact}"
     if "auto_temperature_0" not in report:
         how = f"it is {fast}, with {length:.2f} tokens for every pass of the target, and what it says is {exact}"
+    if "auto_not_tried" in report:
+        return f"At temperature 0 with the same tree in every round {how}. {report['auto_not_tried']}."
     return f"At temperature 0 {how}."
 
 

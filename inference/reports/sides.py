@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from headstart.heads.base import Drafter
+from headstart.inference.decoding.auto import WORTH
 from headstart.inference.decoding.decode import Generation
 from headstart.inference.decoding.decoder import Decoder
 from headstart.inference.decoding.policy import TreePolicy
@@ -28,6 +29,11 @@ class Side(NamedTuple):
     decode: Callable[[Prompts, Sequence[SamplingParams], int, int], tuple[Sequence[Generation], float]]
     batches: bool
     close: Callable[[], None]
+
+
+def is_tried(policy: TreePolicy, new_tokens: int) -> bool:
+    """Whether it drafts in answers of ``new_tokens``: decode=auto leaves short ones alone, which says nothing about the drafter."""
+    return policy.kind != "auto" or new_tokens >= WORTH
 
 
 def ours(name: str, target: Target, guesser: Drafter | Proposer | None, policy: TreePolicy | None, *, rule: str, longest: int) -> Side:

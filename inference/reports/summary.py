@@ -77,6 +77,7 @@ def summary(report: Report) -> list[str]:
         f"transformers' generate with the same weights in memory: {report['hf_generate_tokens_per_second']:.0f} tokens/s",
         shape,
         f"{report['dtype']} on {report['device']}" + (f", the target's passes by {by}" if (by := report.get("passes")) else ""),
+        *([report["auto_not_tried"]] if "auto_not_tried" in report else []),
         *too_much({t: report[f"temperature_{t}"] for t in (0, 1)}),
     ]
     lines += [said for temperature in (0, 1) if (said := _slower(report, temperature) or _not_drafted(report, temperature))]

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Any
 
-from headstart.inference.decoding.auto import MARGIN
+from headstart.inference.decoding.auto import MARGIN, WORTH
 from headstart.inference.reports.page import between
 
 Row = Mapping[str, Any]
 
+NOT_TRIED = f"decode=auto was not tried: texts below {WORTH} tokens are not worth measuring"
 NEAR = 0.95  # share of the best speed-up from which a smaller drafter is advised too
 
 LENGTHS = (  # figure, for whom it decides, its unit
@@ -69,6 +70,8 @@ def headline(rows: Sequence[Row]) -> str:
     rows = [as_served(row) for row in rows]
     first = best(rows, "speedup")
     assert first is not None
+    if first["speedup"] <= 1 and (untried := not_tried(rows)):
+        return f"With the same tree in every round, none is faster than plain decoding at temperature 0; {untried}."
     if first["speedup"] <= 1:
         near = f"{first['name']} comes nearest ({first['speedup']:.2f} of its speed)"
         near = f"decode=auto leaves guessing out with {first['name']}" if plain_at(first.get("t0_auto")) else near
@@ -98,11 +101,11 @@ def advice(rows: Sequence[Row]) -> list[str]:
             how = f"the same with the smallest drafter that is within {1 - NEAR:.0%} of that"
             say(least, how, "{speedup:.2f}×, {parameters:,} weights")
     elif cold:
-        none.append(f"For greedy decoding here, one sequence at a time: plain decoding; {in_vain(cold, 'speedup')}.")
+        none.append(f"For greedy decoding here, one sequence at a time: {in_vain(rows, cold, 'speedup')}.")
     if warm and gains(warm, "t1_speedup"):
         say(warm, "sampling at temperature 1", "{t1_speedup:.2f}×")
     elif warm:
-        none.append(f"For sampling at temperature 1: plain decoding; {in_vain(warm, 't1_speedup')}.")
+        none.append(f"For sampling at temperature 1: {in_vain(rows, warm, 't1_speedup')}.")
     for key, whom, unit in LENGTHS:
         row = best(rows, key)
         say(row if row and round(row[key], 2) > 1 else None, whom, f"{{{key}:.2f}} {unit}")  # at 1.00 no guess was ever accepted
@@ -114,9 +117,15 @@ def gains(row: Row, key: str) -> bool:
     return bool((row.get(f"{key}_interval") or [row[key]])[0] > 1)
 
 
-def in_vain(row: Row, key: str) -> str:
-    """Why plain decoding is advised where the best ``row`` does not gain."""
-    return "no drafter is faster" if row[key] <= 1 else f"these prompts do not tell {row['name']} apart from it ({gain(row, key)})"
+def in_vain(rows: Sequence[Row], row: Row, key: str) -> str:
+    """What is advised where the best ``row`` does not gain, and why: plain decoding, unless the texts were too short to tell."""
+    why = "no drafter is faster" if row[key] <= 1 else f"these prompts do not tell {row['name']} apart from it ({gain(row, key)})"
+    return not_tried(rows) or f"plain decoding; {why}"
+
+
+def not_tried(rows: Sequence[Row]) -> str:
+    """The sentence on decode=auto if it was asked for but could not be tried with some drafter; else empty."""
+    return next((row["auto_not_tried"] for row in rows if row.get("auto_not_tried")), "")
 
 
 def listed(names: Sequence[str]) -> str:

@@ -237,7 +237,7 @@ def test_seconds_are_those_of_the_wall(like_a_gpu: None) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_what_was_guessed_is_kept(temperature: float, policy: TreePolicy, static: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trees that the target has read, by either path, of which the accepted paths make the text."""
-    from headstart.inference.reports.measure import rounds_of
+    from headstart.inference.reports.figures import rounds_of
 
     monkeypatch.setattr(decoder, "BY_ENGINE", ("cpu",) if static else ())
     seen, read, guesser = list[list[int]](), Target.read_rows, drafter()  # trained before calls are noted

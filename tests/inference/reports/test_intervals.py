@@ -17,8 +17,7 @@ from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.reports.confidence import confidences, probabilities
-from headstart.inference.reports.figures import intervals
-from headstart.inference.reports.measure import rounds_of
+from headstart.inference.reports.figures import intervals, rounds_of
 from tests.drafters import learn_by_heart, make, random_tokens
 from tests.tiny_targets import tiny_target
 

@@ -8,11 +8,14 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 
 from headstart.heads.errors import UserError
+from headstart.inference.decoding import auto as auto_module
+from headstart.inference.decoding.auto import WORTH
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.decoder import Decoder
 from headstart.inference.decoding.engine import Engine
@@ -20,12 +23,15 @@ from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.proposers.ngram import Ngram
+from headstart.inference.reports.compare import figures
+from headstart.inference.reports.comparison_page import comparison_page
 from headstart.inference.reports.figures import bootstrap
 from headstart.inference.reports.measure import Contender, make_report, make_reports
 from headstart.inference.reports.render import markdown, show
 from headstart.inference.reports.report import NAME, Report
-from headstart.inference.reports.report_page import report_page
+from headstart.inference.reports.report_page import report_page, sentence
 from headstart.inference.reports.summary import summary
+from headstart.inference.reports.verdict import advice, headline
 from headstart.trainers.metrics import decoded
 from tests.drafters import random_tokens
 from tests.inference.reports.test_pages import check_whole
@@ -114,12 +120,33 @@ def test_sides_take_turns_at_going_first() -> None:
 @pytest.mark.slow
 def test_of_an_auto_policy_it_is_what_auto_chose() -> None:
     auto = dataclasses.replace(TREE, kind="auto", depth=2)
-    report = make_report(TARGET(), drafter(), ASKED[:2], auto, SamplingParams(), new_tokens=NEW, sequences=[2])
+    report = make_report(TARGET(), drafter(), ASKED[:2], auto, SamplingParams(), new_tokens=WORTH, sequences=[2])
     assert report.batches is not None and report.lossless
     for row in report.batches:
         if row.sequences == 1:
             assert row.speedup == report[f"auto_temperature_{row.temperature}"]["speedup"]
     assert "By decode=auto, which leaves guessing out" in report_page(report)
+
+
+def test_where_texts_are_too_short_for_decode_auto_nothing_is_concluded_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No round is timed, so its rounds would be plain ones: no rows, and no verdict on the drafter."""
+    monkeypatch.setattr(auto_module, "KNOWN", WeakKeyDictionary())
+    auto = dataclasses.replace(TREE, kind="auto", depth=2)
+    report = make_report(TARGET(), drafter(), ASKED[:2], auto, SamplingParams(), new_tokens=WORTH - 1, sequences=[2])
+    assert not {"auto", "auto_temperature_0", "auto_temperature_1", "batches"} & {*report} and report.lossless
+    assert {text.what for text in report.texts} == {"plain", "tree", "chain"}
+    report |= {f"{shape}temperature_{t}": report[f"{shape}temperature_{t}"] | {"speedup": 0.5, "intervals": {}}
+               for shape in ("", "chain_") for t in (0, 1)}  # fmt: skip
+    said, row = "decode=auto was not tried: texts below 24 tokens are not worth measuring", figures("eagle", report)
+    assert said in summary(report) and said in sentence(report) and said in headline([row])
+    assert [line for line in advice([row]) if "for " in line.lower() and said in line] == [
+        f"For greedy decoding here, one sequence at a time: {said}.",
+        f"For sampling at temperature 1: {said}.",
+    ]
+    whole = " ".join([report_page(report), markdown(report), comparison_page([row], {}, {})])
+    assert "speed-up, this tree in every round" in whole
+    for verdict in ("leaves guessing out", "no drafter is faster", "decode=auto:"):
+        assert verdict not in whole, verdict
 
 
 @pytest.mark.parametrize("drafted", [True, False])

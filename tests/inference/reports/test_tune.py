@@ -19,7 +19,7 @@ from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.reports import timing
 from headstart.inference.reports import tune as tuner
-from headstart.inference.reports.measure import rounds_of
+from headstart.inference.reports.figures import rounds_of
 from headstart.inference.reports.timing import Round, surface
 from headstart.inference.reports.tune import Run, best, candidates, choose, cost, fixed, in_the_running, rank_shares, tau, tune
 from tests.drafters import FEW_HEADS, HEADS, learn_by_heart, make, random_tokens
