@@ -46,12 +46,13 @@ class Serving(NamedTuple):
     unserved: str  # the reason; "" where some engine loads it
 
 
-def serving(drafter: Drafter, target: str, folder: str, depth: int, attention: str = "sdpa") -> Serving:
+def serving(drafter: Drafter, target: str, folder: str, depth: int, attention: str = "sdpa", dtype: str = "auto") -> Serving:
     """The commands that serve a saved drafter. ``target``, ``folder``: a path or a name on the hub, as the commands name it. ``depth``: the
     length of the chains that engines draft, limited to the drafter's. ``attention``: the target's implementation, for our own commands.
+    ``dtype``: the type that the target's weights were measured in; auto: as stored, which commands need not say.
     """
     fmt = importlib.import_module(f"headstart.heads.formats.{drafter.format}")
-    ours = own(target, folder, attention)
+    ours = [_in_type(command, dtype) for command in own(target, folder, attention, dtype)]
     if drafter.unserved:
         return Serving(ours, drafter.unserved)
     known: list[Command] = fmt.serving(drafter, target, folder, min(depth, drafter.max_depth or depth))
@@ -67,7 +68,16 @@ def serving(drafter: Drafter, target: str, folder: str, depth: int, attention: s
         found = [replace(c, needs=f"{c.needs}; for this rope {MSCALE[c.engine]}") if c.engine in MSCALE else c for c in found]
     if not rope.get("truncate", True):  # gpt-oss's yarn; TensorRT-LLM rounds its bounds all the same
         found = [c for c in found if c.engine != "TensorRT-LLM"]
-    return Serving(found + ours, "")
+    return Serving([_in_type(command, dtype) for command in found] + ours, "")
+
+
+def _in_type(command: Command, dtype: str) -> Command:
+    """The command with the type of the target's weights; unchanged if they are as stored, or if the engine is not known to take one."""
+    if dtype != "auto" and command.engine in ("vLLM", "SGLang"):
+        return replace(command, text=f"{command.text} --dtype {dtype}")
+    if dtype != "auto" and command.engine == "transformers":
+        return replace(command, text=re.sub(r"(?m)^(model = .*)\)$", rf'\1, dtype="{dtype}")', command.text))
+    return command
 
 
 def _scaled_otherwise(rope: Mapping[str, Any]) -> bool:
@@ -84,16 +94,17 @@ def _asked(command: Command) -> str:
     return str(command.speculative["method"]) if command.speculative else named[1] if named else ""
 
 
-def words_of(target: str, folder: str, attention: str) -> list[str]:
+def words_of(target: str, folder: str, attention: str, dtype: str = "auto") -> list[str]:
     """The settings that name the speculator and the target in our own commands."""
     words = [f"speculator={typed(folder)}", "target=folder", f"target.path={typed(target)}"]
     words.append("target.name=" + re.sub(r"[^\w.-]", "-", Path(target).name, flags=re.ASCII))  # the name by which clients call the model
-    return words + ([] if attention == "sdpa" else [f"target.attention={attention}"])
+    words += [] if attention == "sdpa" else [f"target.attention={attention}"]
+    return words + ([] if dtype == "auto" else [f"target.dtype={dtype}"])
 
 
-def own(target: str, folder: str, attention: str) -> list[Command]:
+def own(target: str, folder: str, attention: str, dtype: str = "auto") -> list[Command]:
     """The commands for any format: the bundled endpoint, and ``generate`` of transformers."""
-    words = ["headstart", "infer", "serve", *words_of(target, folder, attention)]
+    words = ["headstart", "infer", "serve", *words_of(target, folder, attention, dtype)]
     drafted = f"model.generate(**inputs, max_new_tokens=64, custom_generate=speculate({folder!r}))"
     return [
         Command(OURS, shlex.join(words), "an OpenAI-compatible endpoint that verifies trees"),

@@ -176,8 +176,8 @@ def hand_over(job: Job, exported: dict[str, Exported]) -> None:
     """For runs without a report: print the commands that report on the exported folders. Raises UserError if an arm has failed."""
     dtype = job.settings["target"]["dtype"]
     for name, there in exported.items():
-        words = words_of(there.changed or there.target.name, str(there.speculator), job.settings["target"]["attention"])
-        words += [f"target.dtype={dtype}"] * (dtype != "auto") + words_of_decode(job.settings["decode"], job.changed.get(name, {}))
+        words = words_of(there.changed or there.target.name, str(there.speculator), job.settings["target"]["attention"], dtype)
+        words += words_of_decode(job.settings["decode"], job.changed.get(name, {}))
         words.append(f"prompts={job.settings['data'].get('prompts_file') or 'FILE.jsonl'}")
         print(f"{f'{name}: ' * bool(name)}speculator: {there.speculator}   not reported (report=none); where its target fits:")
         print(shlex.join(["headstart", "infer", *words]))

@@ -68,6 +68,7 @@ class Target(TargetInfo):
         mend_scales(self.layers)
         self.device = model.get_input_embeddings().weight.device
         self.dtype = model.dtype
+        self.typed = "auto"  # the target.dtype with which ``load`` gives this dtype: auto where the folder stores it
         if self.device.type == "cuda":  # torch's first choice on newer GPUs spends tens of milliseconds on every new length
             torch.backends.cuda.enable_cudnn_sdp(False)
         if away := [n for n, p in model.named_parameters() if p.is_meta]:
@@ -174,6 +175,7 @@ class Target(TargetInfo):
             log.warning("%s is in bfloat16, which this CPU does not multiply itself: torch reads many tokens several times as fast in fp32 "
                         "(target.dtype=float32, twice the memory); decoding in C++ is as fast in either", path)  # fmt: skip
         target = cls(model, tokenizer, name=str(path))
+        target.typed = "auto" if dtype == "auto" or config.dtype == model.dtype else dtype
         target.tensor = tensor_size(device)
         check_driven(target)
         return target

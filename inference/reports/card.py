@@ -43,7 +43,7 @@ def served(drafter: Drafter, target: Target, folder: str | Path, policy: TreePol
         return {}
     depth = min(policy.depth, ASKED) if policy.kind == "auto" else policy.depth
     attention = getattr(target.config, "_attn_implementation", None) or "sdpa"
-    made = serving(drafter, near(path or hub_id(target.name) or target.name), near(folder), depth, attention)
+    made = serving(drafter, near(path or hub_id(target.name) or target.name), near(folder), depth, attention, target.typed)
     return {"serving": [asdict(command) for command in made.commands], "unserved": made.unserved}
 
 

@@ -65,6 +65,28 @@ def test_what_a_card_says(target: Target, tmp_path: Path) -> None:
     assert hub.load(tmp_path / "s", target.shape, target.card).config["head"] == "eagle"  # a card is in nobody's way
 
 
+@pytest.mark.parametrize("asked, said", [("auto", False), ("bfloat16", False), ("float32", True)])
+def test_commands_read_the_weights_that_were_measured(asked: str, said: bool, tmp_path: Path) -> None:
+    """Else they would decode other weights than were measured: without a word each of these reads the weights as they are stored."""
+    path = save_target(tmp_path / "small")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    made = Target.load(str(path), dtype=asked, device="cpu")
+    kinds = ["eagle", "eagle1", "draft_lm"]
+    commands = [c for kind in kinds for c in export(made, tmp_path / kind, kind)["serving"] if c["engine"] != "TensorRT-LLM"]
+    assert {c["engine"] for c in commands} == {"vLLM", "SGLang", "Headstart", "transformers"}
+    ends = {
+        "Headstart": " target.dtype=float32",
+        "transformers": ', dtype="float32")',
+        "vLLM": " --dtype float32",
+        "SGLang": " --dtype float32",
+    }
+    for c in commands:
+        first = next(line for line in c["text"].splitlines() if line.startswith("model =") or c["language"] == "bash")
+        assert first.endswith(ends[c["engine"]]) == said and c["text"].count("float32") == said, c
+        assert said or "dtype" not in c["text"]
+
+
 def test_a_folder_that_no_engine_loads_says_so(target: Target, tmp_path: Path) -> None:
     report = export(target, tmp_path / "s", "hydra")
     write_card(tmp_path / "s", report, target, SETTINGS)
