@@ -10,7 +10,7 @@ from typing import Any
 from headstart.door import values
 from headstart.door.frame import compose_again
 from headstart.door.idle import of_trees, refuse, said_of
-from headstart.door.places import check_file, check_speculator
+from headstart.door.places import called, check_file, check_speculator
 from headstart.door.sweep import Done, overrides, swept
 from headstart.heads.errors import UserError
 
@@ -169,7 +169,7 @@ def about(config: dict[str, Any], target: Any, skipped: int, untried: bool) -> d
     from headstart.inference.reports.verdict import NOT_TRIED
 
     return {
-        "suite": config["suite"]["name"], "target": config["target"]["name"], "speculator": config["speculator"], "skipped": skipped,
+        "suite": config["suite"]["name"], "target": called(config["target"]), "speculator": config["speculator"], "skipped": skipped,
         "new_tokens": config["new_tokens"], "raw": config["raw"] or not target.tokenizer.chat_template,
         **ran_on(target.device, target.dtype), "passes": target.reader.passes, "auto": config["decode"]["kind"] == "auto", **provenance(),
         **({"auto_not_tried": NOT_TRIED} if untried else {}),

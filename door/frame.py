@@ -27,6 +27,7 @@ from pydantic import ValidationError
 from headstart.door import idle, usage
 from headstart.door.arguments import absent, as_typed, check_overrides, command_line, end, explain, of_now
 from headstart.door.early import as_usual, never_ignored, one_line, reader_left
+from headstart.door.places import called
 from headstart.door.schema import DOORS
 from headstart.door.sweep import Done, folder_of_all, label, overrides, swept, swept_in
 from headstart.door.values import CONF
@@ -103,7 +104,7 @@ def enter(
 def loading(config: Settings, more: str = "") -> None:
     """Print what is loaded, before imports that take seconds. A run of several processes prints nothing."""
     if "RANK" not in os.environ:
-        print(f"loading {config['target']['name']} ({config['target']['path']}){more} ...", flush=True)
+        print(f"loading {called(config['target'])} ({config['target']['path']}){more} ...", flush=True)
 
 
 def load_torch() -> None:

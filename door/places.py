@@ -56,3 +56,10 @@ def check_out(path: str, key: str = "out", *, file: bool = False, url: bool = Fa
     except OSError as e:
         why = f"{above} is a file" if isinstance(e, NotADirectoryError) else e.strerror
         raise UserError(f"{key}={path} cannot be written ({why}): give another place") from None
+
+
+def called(target: dict[str, Any]) -> str:
+    """The name of a target in what is shown. For target=folder without a name of its own that is the last part of the path, as in every
+    report (``Target.name`` is the path there).
+    """
+    return Path(target["path"]).absolute().name if target["name"] == "folder" else str(target["name"])

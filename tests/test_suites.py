@@ -82,6 +82,13 @@ def test_answers_too_short_for_decode_auto_say_nothing_about_the_drafter(evaluat
         assert "decode=auto was not tried: texts below 24 tokens are not worth measuring" in text and "drafts where that pays" not in text
 
 
+def test_a_folder_is_called_by_the_last_part_of_its_path(evaluate: Evaluate, tmp_path: Path) -> None:
+    code, said = evaluate("out=named", "target=folder", "against=[]", "sequences=[1]", "count=1", "new_tokens=2")
+    assert code == 0, said.err
+    made = json.loads((tmp_path / "named" / "evaluate.json").read_text())
+    assert made["target"] == "tiny" and "loading tiny (" in said.out and "mine for tiny" in (tmp_path / "named/evaluate.html").read_text()
+
+
 @pytest.mark.slow
 def test_what_is_not_the_same_evaluation_is_refused(evaluate: Evaluate, other: Path, tmp_path: Path) -> None:
     assert evaluate("out=done", "against=[ngram]")[0] == 0
