@@ -125,6 +125,8 @@ def _line(error: Mapping[str, Any], model: type[BaseModel], config: Mapping[str,
         if error["type"] == "extra_forbidden" and part not in here:
             known = [".".join([*place, name]) for name in plain.model_fields]
             key = ".".join([*place, str(part)])
+            if key == "experiment":  # hydra puts a file's settings below the name of its group, unless the file says otherwise
+                return f'{key}: begin your {key}/NAME.yaml with the line "# @package _global_": its settings are those of the whole run'
             return no_key(key, known, known)
         kind = here[part] if part in here else get_args(plain)[-1] if get_origin(plain) is dict else Any
         value = value.get(part) if isinstance(value, Mapping) else None

@@ -309,6 +309,20 @@ def test_options_may_stand_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert found["out"] == "runs/mine-eagle-tiny-stdlib-batch_size=2"
 
 
+def test_an_experiment_of_ones_own_begins_as_the_readme_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = (ROOT / "README.md").read_text().partition("becomes `experiment=mine`")[2].partition("```yaml\n")[2].partition("```")[0]
+    (tmp_path / "own" / "experiment").mkdir(parents=True)
+    mine, arguments = tmp_path / "own" / "experiment" / "mine.yaml", [f"--config-dir={tmp_path / 'own'}", "experiment=mine"]
+    mine.write_text(example)
+    trainer = settings_of(arguments, tmp_path, monkeypatch)["trainer"]
+    assert isinstance(trainer, dict) and trainer["steps"] == 500
+    mine.with_name("other.yaml").write_text(example.partition("\n")[2])
+    assert call("train", [arguments[0], "experiment=other"], tmp_path, monkeypatch) == 2
+    assert 'begin your experiment/NAME.yaml with the line "# @package _global_"' in capsys.readouterr().err
+
+
 def test_a_command_that_cannot_run_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, words in (
         (["tune", f"speculator={EAGLE}", f"prompts={ROOT}/LICENSE"], ["target.device=tp cannot tune", "target.device=map"]),
