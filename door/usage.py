@@ -84,15 +84,19 @@ def text(config_name: str, commands: str, arguments: Sequence[str]) -> str:
     header, picked = config.hydra.help.header, config.hydra.runtime.choices
     said = about(config_name, picked)
     unused = [group for group, about in known.items() if about.startswith("not used")]
-    lines = [header, "", *([commands.strip(), ""] if commands else []), HOW, "", *(["Groups:"] if known else [])]
-    for group in (group for group in known if group not in unused):
-        lines.append(_columns(f"  {group}={picked[group] or 'null'}", known[group]))
-        lines += [_columns(f"      {choice}", opening(CONF / group / f"{choice}.yaml")) for choice in choices(group)]
     with read_write(config), open_dict(config):
         for key in ("hydra", *unused):
             del config[key]
-    lines += [""] if known else []
     settings = [(key, value) for key, value in _settings(config, said, known) if key not in not_taken(config_name)]
+    lines = [header, "", *([commands.strip(), ""] if commands else []), HOW, ""]
+    for group, choice in chosen.items():  # what was asked for comes first
+        lines.append(_columns(f"{group}={choice}", opening(CONF / group / f"{choice}.yaml")))
+        lines += [_columns(f"  {key}={value}", said.get(key, "")) for key, value in settings if key.startswith(f"{group}.")] + [""]
+    lines += ["Groups:"] if known else []
+    for group in (group for group in known if group not in unused):
+        lines.append(_columns(f"  {group}={picked[group] or 'null'}", known[group]))
+        lines += [_columns(f"      {choice}", opening(CONF / group / f"{choice}.yaml")) for choice in choices(group)]
+    lines += [""] if known else []
     lines += ["Settings:", *(_columns(f"  {key}={value}", said.get(key, "")) for key, value in settings)]
     return "\n".join(lines)
 

@@ -215,6 +215,12 @@ def test_help_shows_the_settings_of_the_choice() -> None:
     assert [line for line in settings if line.startswith("  head.block=16 ") and says in line]
 
 
+def test_help_shows_the_choice_that_was_asked_for_first() -> None:
+    said = usage.text("config", "", ["loss=tv"])
+    asked = said.partition("\nGroups:")[0]
+    assert "loss=tv   " in asked and "Total variation" in asked and "  loss.terms={tv: 1.0}" in asked
+
+
 def test_help_names_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     said = {}
     commands = [f"inference {command}" for command in ("tune", "diagnose", "expect", "advise", "chat", "serve")]
