@@ -13,7 +13,7 @@ from headstart.inference.reports.charts import KINDS, Series, lines
 from headstart.inference.reports.figures import COVERED, GRAM, too_much
 from headstart.inference.reports.gain import several
 from headstart.inference.reports.lengths import APART
-from headstart.inference.reports.page import about, bar, between, figure, folded, h, interval, joined, page, section, table
+from headstart.inference.reports.page import about, bar, between, counted, figure, folded, h, interval, joined, page, section, table
 from headstart.inference.reports.report import Report, shape_of
 from headstart.inference.reports.summary import summary
 from headstart.inference.reports.verdict import plain_at
@@ -68,7 +68,9 @@ def lead(report: Report) -> Markup:
             value = unit.format(figures[key])
             tile = '<div class="{}"><dt>{}, T&nbsp;=&nbsp;{}</dt><dd class="big">{}</dd><dd>{}</dd></div>'
             tiles.append(h(tile, kind, name, temperature, value, note))
-    where = f"{report.prompts} prompts from {report.prompts_from}; {report.dtype} on {report.device}; commit {report.commit[:12]}"
+    where = (
+        f"{counted(report.prompts, 'prompt')} from {report.prompts_from}; {report.dtype} on {report.device}; commit {report.commit[:12]}"
+    )
     if "repetition" in at(report, 0):
         where += f"; repeated {GRAM}-grams: " + ", ".join(f"{at(report, t)['repetition']:.0%} at T = {t}" for t, *_ in KINDS)
     words = h('<p class="lead">{}</p><p class="soft small">{}</p>', sentence(report), where)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from headstart.inference.reports.figures import too_much
-from headstart.inference.reports.page import interval
+from headstart.inference.reports.page import counted, interval
 from headstart.inference.reports.report import Report, shape_of
 
 LARGE = 20  # guesses that a drafter makes in the time of a plain round, for a target much larger than its drafter
@@ -72,8 +72,9 @@ def summary(report: Report) -> list[str]:
         shape += f"; a chain of {tree['depth']} is accepted {chain['accepted_length']:.3f}, expected {chain['expected_length']:.3f} "
         shape += f"({apart:.2%} apart)"
     together = ", several at once too" if report.get("batches") else ""
+    compared = counted(report["prompts"], "prompt")
     lines = [
-        f"lossless: {verdict} ({report['prompts']} prompts compared with plain decoding and with transformers' generate{together})",
+        f"lossless: {verdict} ({compared} compared with plain decoding and with transformers' generate{together})",
         f"transformers' generate with the same weights in memory: {report['hf_generate_tokens_per_second']:.0f} tokens/s",
         shape,
         f"{report['dtype']} on {report['device']}" + (f", the target's passes by {by}" if (by := report.get("passes")) else ""),

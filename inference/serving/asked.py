@@ -109,7 +109,7 @@ def choices_of(body: dict[str, Any]) -> int:
     if not 1 <= n <= MOST_CHOICES:
         raise Refused(f"n must be 1 to {MOST_CHOICES}, found {short(n)}", "n")
     if take(body, "best_of", int, n) != n:
-        raise Refused(f"best_of: nothing but n, {n}, is supported", "best_of", "unsupported_value")
+        raise Refused(f"best_of must equal n ({n})", "best_of", "unsupported_value")
     return n
 
 

@@ -84,7 +84,7 @@ def serve(target: Target, drafter: Drafter | None, sockets: Sequence[socket.sock
     doing = ["capturing the rounds that are to be expected as device graphs"] if target.device.type == "cuda" else []
     plans = settings.get("plans")
     if any(tree is not None and tree.kind == "auto" for tree in (plans.values() if isinstance(plans, Mapping) else [plans])):
-        doing.append("measuring what rounds cost on this machine (decode=auto)")
+        doing.append("measuring what rounds cost on this machine (decode=auto; decode=chain starts without it)")
     if doing:
         print(f"{', '.join(doing)} ...", flush=True)
     app = application(target, drafter, **settings)

@@ -19,6 +19,7 @@ from headstart.inference.reports.lengths import Lengths, compared
 from headstart.inference.reports.report import Report, Round
 from headstart.inference.reports.report_page import lead, report_page, sentence
 from headstart.inference.reports.style import STYLE
+from headstart.inference.reports.summary import summary
 from headstart.inference.reports.verdict import advice, as_served, headline
 from tests.pages import HOSTILE, Page, a_shown_report
 from tests.reports import a_report, a_row, figures
@@ -261,6 +262,12 @@ def test_best_for_whom() -> None:
     assert "no drafter is faster" in advice([row("slow", speedup=0.8)])[-2]
     unsure = advice([row("maybe", speedup=1.1, speedup_interval=[0.9, 1.3])])
     assert unsure[-2].startswith("For greedy decoding here, one sequence at a time: plain decoding; these prompts do not tell maybe apart")
+
+
+def test_one_prompt_is_one() -> None:
+    one, two = Report.of(a_report(prompts=1)), Report.of(a_report(prompts=2))
+    assert "(1 prompt compared" in summary(one)[0] and "(2 prompts compared" in summary(two)[0]
+    assert "1 prompt from" in str(lead(one)) and "2 prompts from" in str(lead(two))
 
 
 def test_each_is_judged_as_it_is_served() -> None:

@@ -83,7 +83,7 @@ BAD: list[tuple[Any, int, str | None, str]] = [
     ({"n": 0}, 400, "n", "1 to 128"),
     ({"n": 129}, 400, "n", "1 to 128"),
     ({"n": True}, 400, "n", "type int"),
-    ({"best_of": 2}, 400, "best_of", "nothing but n, 1"),
+    ({"best_of": 2}, 400, "best_of", "best_of must equal n (1)"),
     ({"logprobs": True}, 400, "logprobs", "type int"),
     ({"logprobs": 21}, 400, "logprobs", "0 to 20"),
     ({"detokenize": False}, 400, "detokenize", "nothing but true"),
