@@ -24,7 +24,7 @@ from headstart.inference.reports.render import table
 from headstart.inference.reports.report import Report, shape_of
 from headstart.inference.reports.report_page import Curves
 from headstart.inference.reports.timing import time_rounds
-from headstart.inference.reports.verdict import advice, as_served, order
+from headstart.inference.reports.verdict import advice, as_served, order, rests
 
 COLUMNS = {  # of comparison.md: key -> format, and the heading on the terminal ("": not there)
     "parameters": ("{:,}", ""),
@@ -194,7 +194,7 @@ def known(rows: Sequence[Mapping[str, Any]], columns: Iterable[str]) -> list[str
 
 
 def cells(row: Mapping[str, Any], columns: Iterable[str]) -> list[str]:
-    return ["" if row[key] is None else COLUMNS[key][0].format(row[key]) for key in columns]
+    return ["" if row[key] is None else "plain" if rests(row, key) else COLUMNS[key][0].format(row[key]) for key in columns]
 
 
 def markdown(rows: Sequence[Mapping[str, Any]], failed: Mapping[str, str], about: Mapping[str, Any]) -> str:
@@ -214,7 +214,7 @@ def markdown(rows: Sequence[Mapping[str, Any]], failed: Mapping[str, str], about
         f"the {GRAM}-grams of a text that stood earlier in it, at temperature 0: what repeats is easily guessed. c: the time of one level "
         "of drafting, divided by that of a plain pass of the target. Speed-up: of the tree, over plain decoding of the same prompts in the "
         "same run; predicted: from the times of verifying and drafting alone, without the rest of a round; auto: of decode=auto, which "
-        "leaves guessing out where it does not pay.",
+        "leaves guessing out where it does not pay (plain: everywhere here).",
         "",
         "![acceptance by depth, and speed-up](comparison.png)",
         "",

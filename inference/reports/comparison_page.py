@@ -10,11 +10,12 @@ from typing import Any
 from markupsafe import Markup
 
 from headstart.inference.reports.charts import LETTER, Box, Point, Series, beside, grid_x, grid_y, lines, mark, path, svg, ticks
+from headstart.inference.reports.figures import GRAM
 from headstart.inference.reports.gain import by_sequences
 from headstart.inference.reports.page import about, bar, between, figure, h, joined, page, section, shortened, table
 from headstart.inference.reports.report import shape_of
 from headstart.inference.reports.report_page import Curves, points, word
-from headstart.inference.reports.verdict import advice, headline, order
+from headstart.inference.reports.verdict import advice, headline, order, rests
 
 NAME = "comparison.html"
 Row = Mapping[str, Any]
@@ -125,14 +126,16 @@ def ranking(rows: Sequence[Row]) -> Markup:
 
     def cell(row: Row, key: str, form: str) -> str:
         value = row.get(key)
-        return "" if value is None else form.format(value) if form else between(value)
+        if value is None or rests(row, key):
+            return "" if value is None else "plain"
+        return form.format(value) if form else between(value)
 
     shown = {key: how for key, how in COLUMNS.items() if any(row.get(key) is not None for row in rows)}
     body = [[row["name"], bar(row["speedup"] / most, "t0"), *(cell(row, key, form) for key, (_, form) in shown.items())] for row in rows]
     caption = (
-        f"At temperature 0 {order(rows)}. Speed-up and accepted tokens a pass are of the tree; auto: speed-up of decode=auto; held-out: "
-        "tokens a pass that a chain is expected to have over text that the target did not write; repeats: share of the 8-grams that stood "
-        "earlier in their text, at T = 0; a guess's cost: of one level of drafting, in plain passes"
+        f"At temperature 0 {order(rows)}. Speed-up and accepted tokens a pass are of the tree; auto: speed-up of decode=auto (plain: it "
+        "leaves guessing out); held-out: tokens a pass that a chain is expected to have over text that the target did not write; repeats: "
+        f"share of the {GRAM}-grams that stood earlier in their text, at T = 0; a guess's cost: of one level of drafting, in plain passes"
     )
     head = ["", "", *(name.replace(" = ", "\u00a0=\u00a0") for name, _ in shown.values())]
     return table(caption, head, body, range(2, len(head)), scrolls=True, tight=True)

@@ -65,6 +65,11 @@ def order(rows: Sequence[Row]) -> str:
     return "the longest accepted length first" if none_gains else "the fastest first"
 
 
+def rests(row: Row, key: str) -> bool:
+    """Whether ``key`` is a speed-up of decode=auto that stands for plain decoding, so that it differs from 1 by noise alone."""
+    return plain_at(row.get({"auto_speedup": "t0_auto", "auto_t1_speedup": "t1_auto"}.get(key, "")))
+
+
 def headline(rows: Sequence[Row]) -> str:
     """A sentence that names the fastest at temperature 0, and claims no more than the intervals allow."""
     rows = [as_served(row) for row in rows]
