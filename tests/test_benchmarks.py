@@ -105,6 +105,11 @@ class LLM:
         self.statistics = not settings.get("disable_log_stats", True)
 
     def generate(self, prompt, asked, use_tqdm):
+        if self.statistics:
+            from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+            for guesses in ([[7, 8]], [[9, len(prompt["prompt_token_ids"])]], [[]]):
+                GPUModelRunner().propose_draft_token_ids(guesses)
         return [made(outputs=[made(token_ids=prompt["prompt_token_ids"][::-1][: asked.most])])]
 
     def get_metrics(self):
@@ -117,7 +122,10 @@ class LLM:
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """An interpreter with something in the place of vLLM."""
-    (tmp_path / "vllm.py").write_text(STAND_IN)
+    (worker := tmp_path / "vllm" / "v1" / "worker").mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").write_text(STAND_IN)
+    runner = "class GPUModelRunner:\n    def propose_draft_token_ids(self, made):\n        return made\n"
+    (worker / "gpu_model_runner.py").write_text(runner)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     return sys.executable
 
@@ -128,6 +136,7 @@ def test_an_engine_answers_one_request_after_the_other(stand_in: str) -> None:
         for prompts in ([[1, 2, 3], [4, 5]], [[6, 7, 8, 9]]):
             answer = engine.ask({"prompts": prompts, "new_tokens": 2, "stop": []})
             assert answer["tokens"] == [p[::-1][:2] for p in prompts] and answer["seconds"] >= 0
+            assert answer["guesses"] == [[[7, 8], [9, len(prompt)]] for prompt in prompts]
         assert (answer["drafts"], answer["accepted"], answer["accepted_by_depth"]) == (7, 9, [6, 3])
     assert engine.process.returncode == 0
 

@@ -134,7 +134,7 @@ def ranking(rows: Sequence[Row]) -> Markup:
     body = [[row["name"], bar(row["speedup"] / most, "t0"), *(cell(row, key, form) for key, (_, form) in shown.items())] for row in rows]
     caption = (
         f"At temperature 0 {order(rows)}. Speed-up and accepted tokens a pass are of the tree; auto: speed-up of decode=auto (plain: it "
-        "leaves guessing out); held-out: tokens a pass that a chain is expected to have over text that the target did not write; repeats: "
+        "makes no guesses); held-out: tokens a pass that a chain is expected to have over text that the target did not write; repeats: "
         f"share of the {GRAM}-grams that stood earlier in their text, at T = 0; a guess's cost: of one level of drafting, in plain passes"
     )
     head = ["", "", *(name.replace(" = ", "\u00a0=\u00a0") for name, _ in shown.values())]

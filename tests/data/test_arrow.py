@@ -134,7 +134,7 @@ def test_what_was_damaged_is_not_trusted(given: Any, target: Any, what: str, tmp
     data[len(data) // 2] ^= 1
     (folder / what).write_bytes(bytes(data[:-8] if what.endswith("arrow") else data))
     if what.endswith("npy"):
-        with pytest.raises(UserError, match=r"rows-64-3\.npy is damaged: run the same again"):
+        with pytest.raises(UserError, match=r"rows-64-3\.npy is damaged: run the same command again"):
             opened(given, target)
     same(first, opened(given, target))
 

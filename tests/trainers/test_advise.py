@@ -124,7 +124,7 @@ def test_the_costs_are_those_of_the_reported_drafter(beside: str, tmp_path: Path
     (folder := tmp_path / "report-x").mkdir()
     Report.of(a_report("dflash")).write(folder)
     config = CONF | {"report": str(folder), "sequences": [1]}
-    assert advise.advise(config)[0].guesses == 15 and "costs are of dflash with its default settings" in capsys.readouterr().out
+    assert advise.advise(config)[0].guesses == 15 and "the costs are those of dflash with its default settings" in capsys.readouterr().out
     (there := folder / beside / "speculator").mkdir()
     block = {"head": "dflash", "arguments": {"block": 4}, "target": dict.fromkeys(CARD, 0)}
     (there / "config.json").write_text(json.dumps({"headstart": block}))
