@@ -33,9 +33,8 @@ def write_report(report: Report, folder: Path, curves: Curves = ()) -> None:
 def rows(report: Report) -> list[tuple[str, str, str]]:
     """The rows of the report's table, formatted: (name, value at temperature 0, value at temperature 1)."""
     cold, warm = report["temperature_0"], report["temperature_1"]
-    always = (
-        ", this tree in every round" if {"auto_temperature_0", "auto_not_tried"} & {*report} else ""
-    )  # decode=auto, the default, is another thing
+    by_auto = {"auto_temperature_0", "auto_not_tried"} & {*report}  # decode=auto, the default, has rows of its own, or was not tried
+    always = ", this tree in every round" if by_auto else ""
 
     def both(name: str, key: str, unit: str = ".2f") -> tuple[str, str, str]:
         return name, f"{cold[key]:{unit}}", f"{warm[key]:{unit}}"
