@@ -1,4 +1,5 @@
-"""Gradients of weights that several depths read: added up within the matrix products that make them.
+"""Gradients of weights that several depths read: added up within the matrix products that make them, by the fastest library
+(heads/products.py).
 
 Autograd makes one gradient for each use of a weight and then adds them. An unroll of seven depths takes six additions per matrix, each of
 which reads two matrices and writes one: 4.9 of the 69 ms of kernels in an EAGLE-3 step on an H100 (EXPERIMENTS.md). A matrix product that
@@ -14,13 +15,14 @@ from contextlib import contextmanager
 from typing import Any, TypeGuard
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from headstart.heads import products
 from headstart.heads.layers import autocasts
 
 LARGE = 1 << 18  # numbers in a weight: for smaller weights, the additions take less time than the calls here
+SMALL = 1 << 12  # where the products are also faster here
 
 
 @contextmanager
@@ -29,7 +31,7 @@ def summed(model: nn.Module) -> Iterator[None]:
     may come later, but must be a whole one: a pass to some inputs only would leave its sums to the next pass. Layers of other classes,
     with a replaced ``forward`` or hooks, with sharded weights, or without gradients stay as they are.
     """
-    layers = [m for m in model.modules() if _plain(m)]
+    layers = [m for m in model.modules() if _pays(m)]
     try:
         for layer in layers:
             vars(layer)["forward"] = _Linear(layer)
@@ -39,11 +41,11 @@ def summed(model: nn.Module) -> Iterator[None]:
             del vars(layer)["forward"]
 
 
-def _plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    if type(layer) is not nn.Linear or "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks:
+def _pays(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    if not products.plain(layer) or not layer.weight.requires_grad:
         return False
-    weight = layer.weight
-    return type(weight) is nn.Parameter and weight.requires_grad and weight.numel() >= LARGE
+    faster = products.by_onednn(layer.weight) and not autocasts(layer.weight)
+    return layer.weight.numel() >= (min(SMALL, LARGE) if faster else LARGE)
 
 
 class _Linear:
@@ -71,9 +73,9 @@ class _Gradient:
 
     def add(self, grad_RO: Tensor, x_RI: Tensor) -> None:
         if self.sum_OI is None:
-            self.sum_OI = grad_RO.T @ x_RI
+            self.sum_OI = products.times(grad_RO.T, x_RI.T)
         else:
-            self.sum_OI.addmm_(grad_RO.T, x_RI)
+            products.add(self.sum_OI, grad_RO.T, x_RI.T)
 
 
 class _Weight(torch.autograd.Function):
@@ -99,11 +101,11 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight_OI: Tensor, gradient: _Gradient) -> Tensor:
         ctx.save_for_backward(x, weight_OI)
         ctx.gradient = gradient
-        return F.linear(x, weight_OI)
+        return products.times(x, weight_OI)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         x, weight_OI = ctx.saved_tensors
         ctx.gradient.add(grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1]))
-        return grad @ weight_OI if ctx.needs_input_grad[0] else None, None, None
+        return products.times(grad, weight_OI.T) if ctx.needs_input_grad[0] else None, None, None

@@ -22,11 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.heads.base import TargetEnds
+from headstart.heads.products import add, fill, times
 from headstart.heads.unembedding import Unembedding
 from headstart.inference.decoding.sampling import wide
 from headstart.trainers.chunks import Chunk, chunks, guesses_of, keep_freed_memory, strip_of
 from headstart.trainers.divergences import Divergence, Teacher, nll, overlap
-from headstart.trainers.products import Known, add, fill, times
+from headstart.trainers.known import Known
 from headstart.trainers.selector import Selection
 from headstart.trainers.terms import Constants, Weights, kernel_of, term, weighting_of
 

@@ -27,6 +27,7 @@ from headstart.heads.kinds import check_kinds
 from headstart.heads.lm import Backbone, stack_of
 from headstart.heads.memory import Memory, Passing, Slots
 from headstart.heads.prepack import prepack_beside
+from headstart.heads.products import frozen_layers
 from headstart.heads.visibility import CausalSees, ChainSees, Sees
 from headstart.inference.decoding.info import DTYPES, FEW, TargetInfo, ends_of, loading, scaled_head, shape_of, turn_of
 from headstart.inference.decoding.mend import mend_scales
@@ -243,7 +244,8 @@ class Target(TargetInfo):
         if self.quick:
             return self._read_quickly(tokens_BT.to(self.device), positions_BT.to(self.device), taps)
         if self.group is None:
-            return self.read_with_grad(tokens_BT, positions_BT, taps)
+            with frozen_layers(self.model):
+                return self.read_with_grad(tokens_BT, positions_BT, taps)
         kept: tuple[dict[int, Tensor], Tensor] | None = None
         for member in range(self.tensor):  # the rows of one process at a time, so that a pass needs memory for these alone
             theirs = [x.to(self.device).clone() for x in (tokens_BT, positions_BT)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headstart.heads import hub, summed
+from headstart.heads import hub, products, summed
 from headstart.heads.base import Drafter, Roots
 from headstart.heads.unroll import unroll
 from tests.drafters import random_tokens
@@ -22,6 +22,14 @@ HEADS: dict[str, dict[str, Any]] = {"eagle": {"layers": 2}, "mtp": {}, "dflash":
 @pytest.fixture(autouse=True)
 def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(summed, "LARGE", 1)
+
+
+@pytest.fixture(params=[False, True], ids=["mkl", "onednn"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library of fp32 products."""
+    if request.param and not torch.backends.mkldnn.is_available():
+        pytest.skip("oneDNN is not there")
+    monkeypatch.setattr(products, "slow_mkl", lambda: request.param)
 
 
 def setting(head: str, dtype: torch.dtype) -> tuple[Drafter, Roots, Tensor]:
@@ -65,6 +73,27 @@ def test_they_are_the_same(head: str, detach: bool, monkeypatch: pytest.MonkeyPa
     for name, x in right.items():
         torch.testing.assert_close(found[name], x, rtol=1e-10, atol=1e-12)
     assert not any("forward" in vars(m) for m in drafter.modules())
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_in_fp32(head: str, library: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As near to the exact ones as autograd's."""
+    exact = plainly(monkeypatch, *setting(head, torch.float64))
+    found = gradients(*setting(head, torch.float32))
+    assert found.keys() == exact.keys()
+    for name, x in exact.items():
+        assert (found[name] - x).norm() <= 1e-5 * x.norm() + 1e-7, name
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_small_weights_where_products_are_faster_here(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not under autocast, whose products are in half precision."""
+    monkeypatch.setattr(summed, "LARGE", 32)
+    monkeypatch.setattr(summed, "SMALL", 4)
+    monkeypatch.setattr(products, "slow_mkl", lambda: True)
+    layers = nn.ModuleDict({"large": nn.Linear(8, 4), "small": nn.Linear(2, 2), "tiny": nn.Linear(1, 1)})
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), summed.summed(layers):
+        assert [name for name, m in layers.items() if "forward" in vars(m)] == ["large", *([] if autocast else ["small"])]
 
 
 def test_under_autocast_they_are_as_near_to_the_exact_ones(monkeypatch: pytest.MonkeyPatch) -> None:

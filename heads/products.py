@@ -1,8 +1,9 @@
-"""Matrix products with an unembedding matrix, by the fastest library on this processor.
+"""Matrix products of many rows, as training has them, by the fastest library on this processor.
 
 On a CPU torch multiplies fp32 with MKL, which uses slower kernels on processors of other makers than Intel. With AVX-512, oneDNN takes
 half the time there (AMD EPYC, 512 rows by 128,000: oneDNN 224, MKL 117 GFLOP/s). In half precision torch uses oneDNN by itself. The
-choice depends on the processor alone, so that a resumed run computes the same numbers.
+choice depends on the processor alone, so that a resumed run computes the same numbers. (Decoding has few rows and stores its matrices
+otherwise: heads/orders.py.)
 
 Shape suffixes: R rows, W width of the matrix, V rows of the matrix.
 """
@@ -10,11 +11,17 @@ Shape suffixes: R rows, W width of the matrix, V rows of the matrix.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeGuard
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headstart.heads.layers import autocasts
 
 BLOCK = 1 << 20  # elements in a block of the result: what a CPU's cache holds
 
@@ -32,9 +39,12 @@ def by_onednn(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() > 0 and slow_mkl()  # oneDNN refuses empty tensors
 
 
-def times(x_RW: Tensor, weight_VW: Tensor) -> Tensor:
-    """x [R, W] times the transposed matrix [V, W]: [R, V]. Not for use where gradients must flow through it."""
-    return torch.ops.mkldnn._linear_pointwise(x_RW, weight_VW, None, "none", [], "") if by_onednn(x_RW) else x_RW @ weight_VW.T
+def times(x: Tensor, weight_VW: Tensor, bias_V: Tensor | None = None) -> Tensor:
+    """x [.., W] times the transposed matrix [V, W], plus the bias: [.., V]. Not for use where gradients must flow through it."""
+    if not by_onednn(x):
+        return F.linear(x, weight_VW, bias_V)
+    found: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight_VW, bias_V, "none", [], "")
+    return found
 
 
 def fill(out_RV: Tensor, x_RW: Tensor, weight_VW: Tensor) -> None:
@@ -57,17 +67,21 @@ def add(out_RV: Tensor, x_RW: Tensor, weight_VW: Tensor, block: int = BLOCK) -> 
         block_RV += times(block_RW, weight_VW)
 
 
-class Known(torch.autograd.Function):
-    """A value whose gradients are known already. ``backward`` scales them in place and returns them, so that no gradient is copied."""
+def plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether it is a linear layer as torch has it: its class, its forward, a dense weight, nothing that is called beside it."""
+    if type(layer) is not nn.Linear or "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks:
+        return False
+    return type(layer.weight) is nn.Parameter
 
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, grads: list[Tensor | None], *inputs: Tensor) -> Tensor:
-        ctx.grads = grads
-        return value.clone()
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.grads is None:
-            raise RuntimeError("backward ran twice through fused_loss: its gradients were handed over the first time")
-        grads, ctx.grads = ctx.grads, None
-        return None, None, *(g if g is None else g.mul_(grad) for g in grads)
+@contextmanager
+def frozen_layers(model: nn.Module) -> Iterator[None]:
+    """Inside this context the linear layers of ``model`` multiply by ``times``, where that is faster. No gradients flow through them."""
+    layers = [m for m in model.modules() if plain(m) and by_onednn(m.weight) and not autocasts(m.weight)]
+    try:
+        for layer in layers:
+            vars(layer)["forward"] = partial(times, weight_VW=layer.weight, bias_V=layer.bias)
+        yield
+    finally:
+        for layer in layers:
+            del vars(layer)["forward"]

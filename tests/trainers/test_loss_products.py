@@ -1,4 +1,4 @@
-"""Products of the loss, by either library, and the memory they take."""
+"""The loss with its products by either library, and the memory they take."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from headstart.trainers import products
+from headstart.heads import products
 from tests.trainers.test_losses import MIX, Case
-
-R, W, V = 7, 5, 33
 
 
 @pytest.fixture(params=[False, True], ids=["mkl", "onednn"])
@@ -22,28 +20,8 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param and not torch.backends.mkldnn.is_available():
         pytest.skip("oneDNN is not there")
     monkeypatch.setattr(products, "slow_mkl", lambda: request.param)
-    monkeypatch.setattr(products, "BLOCK", 2 * R)  # two rows of the matrix at a time
+    monkeypatch.setattr(products, "BLOCK", 14)  # a few rows of the matrix at a time
     return bool(request.param)
-
-
-@pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_products(library: bool, dtype: torch.dtype, turned: bool) -> None:
-    """Beside float64. ``turned``: factors that lie in memory the other way round, as those of a matrix's gradient do."""
-    g = torch.Generator().manual_seed(0)
-    x, weight, before = (torch.randn(n, m, generator=g).to(dtype) for n, m in ((R, W), (V, W), (R, V)))
-    if turned:
-        x, weight = x.T.contiguous().T, weight.T.contiguous().T
-    exact, near = x.double() @ weight.double().T, 2e-2 if dtype == torch.bfloat16 else 1e-6
-    room = torch.empty(R + 1, V, dtype=dtype)  # one row too many
-    room[R] = 0
-    products.fill(room[:R], x, weight)
-    sums = before.to(torch.promote_types(dtype, torch.float32))
-    wanted = sums.double() + exact
-    products.add(sums, x, weight, 2 * V)
-    for found, right in ((products.times(x, weight), exact), (room[:R], exact), (sums, wanted)):
-        torch.testing.assert_close(found.double(), right, rtol=near, atol=near)
-    assert not room[R].any()
 
 
 @pytest.mark.parametrize("chunk", [1, 20])  # 1: at some positions a depth with a matrix of its own has no guess
