@@ -110,7 +110,7 @@ class Capturing:
         self.read[read] = True
         self._find_written()
         live = -(-len(self.packed) // (step * self.accumulate)) * self.accumulate  # batches until every row has been in one
-        if self.target.shared:  # all processes run the target together: none may switch to stored rows before the others
+        if self.target.sharded:  # all processes run the target together: none may switch to stored rows before the others
             live = 1 << 62
         elif self._whole():
             live = start

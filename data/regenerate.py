@@ -99,7 +99,7 @@ def _engine(config: dict[str, Any], target: Any, sampling: SamplingParams) -> An
         drafter = open_speculator(folder, target)
         # Above temperature 0 one kind of tree serves any load: another kind would draw other samples, and a resumed run must repeat them.
         policy = AUTO if sampling.temperature == 0 else replace(AUTO, kind="dynamic")
-    max_length = min(config["max_length"], target.turn or target.shape.max_positions)  # turn: no engine crosses it
+    max_length = min(config["max_length"], target.rope_switch or target.shape.max_positions)  # no engine crosses the switch
     decoder = Decoder(target, drafter, policy, rule=sampling.rule, max_length=max_length)
     return ByEngine(target, decoder.engine_for(sequences, max_length, decoder.several), sampling, config["new_tokens"])
 
@@ -118,7 +118,7 @@ def main(config: dict[str, Any]) -> None:
     sampling = SamplingParams(**{k: config[k] for k in ("temperature", "top_p", "top_k")})
 
     target = None if url is not None else open_target(config["target"], to_decode=True)
-    if target is not None and target.shared:
+    if target is not None and target.sharded:
         raise UserError("target.device=tp cannot regenerate: take auto or map, or serve it and give url=")
     tokenizer = open_tokenizer(config["target"]) if target is None else target.tokenizer
     if template := given.get("template"):

@@ -91,7 +91,7 @@ def open_source(settings: dict[str, Any], target: TargetInfo, *, length: int, se
 
     Raises UserError that names a wrong setting, file or line.
     """
-    if target.shared and not target.apart:
+    if target.sharded and not target.apart:
         raise UserError("a target that processes share is for training and decoding; in capturing take target.device=auto or map")
     module, given = find(settings)
     source: Source = module.open(target, length=length, seed=seed, **given)

@@ -195,9 +195,9 @@ def folders_within(proposer: Any) -> list[str]:
 
 def _as_one(device: str) -> AbstractContextManager[None]:
     """Around the work of a command: if processes share the target, one that fails ends at once, and the others hear of it."""
-    from headstart.inference.decoding.placement import is_shared
+    from headstart.inference.decoding.placement import is_sharded
 
-    if not is_shared(device):
+    if not is_sharded(device):
         return nullcontext()
     from headstart.trainers.processes import together
 

@@ -123,7 +123,7 @@ def test_the_words_of_the_schema_are_those_of_the_code() -> None:
     assert words(Loss, "weighting") == set(WEIGHTINGS)
     assert {term for terms in said("loss", "terms") for term in terms} == {*names(), *BESIDE}
     assert {proposer["kind"] for proposer in said("decode", "proposer")} == set(KEYS)
-    target: Any = SimpleNamespace(shared=False)
+    target: Any = SimpleNamespace(sharded=False)
     with pytest.raises(UserError) as told:
         open_source({"name": "?"}, target, length=1, seed=0)
     assert set(str(told.value).rpartition("there are ")[2].split(", ")) == set(choices("data"))

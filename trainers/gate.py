@@ -60,7 +60,7 @@ class Gate:
             shutil.rmtree(left, ignore_errors=True)
         if not isinstance(job.target, Target):
             self.why_not = "the target's layers are not loaded while it trains"
-        elif job.target.shared:
+        elif job.target.sharded:
             self.why_not = "no process holds all layers of the target (target.device=tp, fsdp)"
         elif any(isinstance(arm.learner, Joint) for arm in job.arms):
             self.why_not = "the target itself is trained (trainer.lora)"

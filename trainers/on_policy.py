@@ -167,7 +167,7 @@ class OnPolicy:
         """
         T, roots = micro[0].tokens_BT.shape[1], []
         beyond = self.policy.depth - 1 if self.kind == "rejected" and self.temperature > 0 else 0
-        most = min(T, self.target.turn or T) - self.new_tokens - 2 - beyond
+        most = min(T, self.target.rope_switch or T) - self.new_tokens - 2 - beyond
         for batch in micro:
             roots += [(batch, b, t) for b, t in (batch.supervised(1) & (batch.positions_BT <= most)).nonzero().tolist()]
         drawn = [roots[i] for i in rng.permutation(len(roots))[: self.wanted]]

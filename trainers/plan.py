@@ -25,7 +25,7 @@ from headstart.heads.memory import Memory
 from headstart.heads.unroll import unroll
 from headstart.heads.vocab import most_frequent
 from headstart.inference.decoding.info import DTYPES
-from headstart.inference.decoding.placement import is_shared, tensor_size
+from headstart.inference.decoding.placement import is_sharded, tensor_size
 from headstart.inference.settings import config_of
 from headstart.trainers.chunks import guesses_of, strip_of
 from headstart.trainers.gpus import gpu_of
@@ -150,7 +150,7 @@ def _held(device: str, gpus: int, weights: int, ends: int, layers: int) -> float
     """
     if not layers:
         return ends
-    if not is_shared(device):
+    if not is_sharded(device):
         return weights / (gpus if device == "map" else 1)
     # each process also holds all of the ends, and one whole layer if layers are gathered as they run
     among = gpus if device == "tp" else tensor_size(device)

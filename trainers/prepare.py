@@ -20,7 +20,7 @@ from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
 from headstart.heads.files import put_text
 from headstart.inference.decoding.info import DTYPES, TargetInfo
-from headstart.inference.decoding.placement import is_main, is_shared, processes
+from headstart.inference.decoding.placement import is_main, is_sharded, processes
 from headstart.inference.provenance import provenance
 from headstart.inference.reports.several import sizes_of
 from headstart.inference.settings import Decode, Settings, open_decode, open_target, read_target
@@ -102,7 +102,7 @@ def prepare(
         same = {name: lasting(each, data, batch, **known, **_counted(each["head"], drafters[name][0])) for name, each in own.items()}
         for name in own:  # refuse before anything in the folder changes
             check_earlier(runs[name], same[name], trainer["resume"])
-            if is_shared(target["device"]):  # the processes read held-out text together, and would fail there if their rows differ
+            if is_sharded(target["device"]):  # the processes read held-out text together, and would fail there if their rows differ
                 check_alike(runs[name][0], 0, same[name])
         job.held_out = _held_out(job)
         job.arms = [_open_arm(job, stack, name, *drafters[name], runs[name], same[name]) for name in own]
@@ -164,7 +164,7 @@ def _target(settings: Settings, data: Settings, own: dict[str, Settings], served
     if not needs_layers(data, own):
         return read_target(settings)
     target = open_target(settings).read_apart()
-    if target.shared and any(each["loss"]["on_policy"] for each in own.values()):
+    if target.sharded and any(each["loss"]["on_policy"] for each in own.values()):
         raise UserError(f"target.device={settings['device']}: loss.on_policy decodes in each process by itself: take auto or map")
     for each in own.values():
         if (lora := each["trainer"]["lora"]) is not None:

@@ -42,11 +42,11 @@ class Context:
 
     def read_prompt(self, tokens_T: Tensor) -> tuple[dict[int, Tensor], Tensor]:
         """Read a prompt of any length in chunks, so that no mask of all tokens by all tokens is made. A prompt longer than the target's
-        ``turn`` is read in one pass, because chunks before the turn would be read with other rotations. Call ``keep`` before reading on.
+        ``rope_switch`` is read in one pass, because chunks before it would be read with other rotations. Call ``keep`` before reading on.
 
         Returns the tapped states of all tokens, [1, T, D], and the final state of the last chunk alone.
         """
-        turned = self.target.turn is not None and len(tokens_T) > self.target.turn
+        turned = self.target.rope_switch is not None and len(tokens_T) > self.target.rope_switch
         read = []
         for part in tokens_T.split(len(tokens_T) if turned else CHUNK):
             read.append(self.read(part))

@@ -76,7 +76,7 @@ OnTokens = Callable[[list[int]], None]
 
 def check_prompt(target: Target, prompt: Sequence[int], new_tokens: int) -> None:
     """Raises UserError for an empty prompt, a token outside the vocabulary, negative ``new_tokens``, and a length that the target's context
-    cannot hold or that crosses the target's ``turn``.
+    cannot hold or that crosses the target's ``rope_switch``.
     """
     limit = target.shape.max_positions
     if not len(prompt):
@@ -85,9 +85,9 @@ def check_prompt(target: Target, prompt: Sequence[int], new_tokens: int) -> None
         raise UserError(f"new_tokens must be at least 0, found {new_tokens}")
     if len(prompt) + new_tokens > limit:
         raise UserError(f"the prompt's {len(prompt)} tokens and {new_tokens} new ones exceed the target's context of {limit}")
-    if target.turn and len(prompt) <= target.turn < len(prompt) + new_tokens:
+    if (switch := target.rope_switch) and len(prompt) <= switch < len(prompt) + new_tokens:
         raise UserError(
-            f"{target.name} changes its rotation at {target.turn} tokens, which this sequence would cross: shorten it, or start beyond"
+            f"{target.name} changes its rotation at {switch} tokens, which this sequence would cross: shorten it, or start beyond"
         )
     if (wrong := next((token for token in prompt if not 0 <= token < target.shape.vocab_size), None)) is not None:
         raise UserError(f"the prompt holds token {wrong}, the target's vocabulary has {target.shape.vocab_size}")
@@ -102,9 +102,9 @@ def stops_of(target: Target, given: Sequence[int] | None) -> frozenset[int]:
 
 def longest(target: TargetInfo, tokens: int) -> int:
     """The most tokens of a sequence, prompt included, if its prompt has ``tokens`` tokens: the target's context length, or the target's
-    ``turn`` for a prompt that ends before the turn, because no sequence may cross it.
+    ``rope_switch`` for a prompt that ends before it, because no sequence may cross it.
     """
-    return target.turn if target.turn and tokens <= target.turn else target.shape.max_positions
+    return target.rope_switch if target.rope_switch and tokens <= target.rope_switch else target.shape.max_positions
 
 
 Process = Callable[[Tensor, Tensor], Tensor]  # token ids [1, T] so far, the next token's scores [1, V] -> its changed scores

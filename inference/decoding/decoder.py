@@ -83,10 +83,10 @@ class Decoder:
         return self.target.device.type in BY_ENGINE and self.batches and self.engine_holds(tokens)
 
     def engine_holds(self, tokens: int) -> bool:
-        """Whether an engine can decode sequences of ``tokens`` tokens: not beyond the target's ``turn``, where it would have to read each
-        sequence again from its start.
+        """Whether an engine can decode sequences of ``tokens`` tokens: not beyond the target's ``rope_switch``, where it would have to read
+        each sequence again from its start.
         """
-        return self.target.turn is None or tokens <= self.target.turn
+        return self.target.rope_switch is None or tokens <= self.target.rope_switch
 
     def generate(
         self,
@@ -185,7 +185,7 @@ class Decoder:
         self.close()  # first, so that no two engines hold memory at once
         self.trees += more
         if max_length > self.max_length:  # doubled, so that texts that grow from call to call need few engines
-            shortest, longest = max_length, self.target.turn or self.target.shape.max_positions
+            shortest, longest = max_length, self.target.rope_switch or self.target.shape.max_positions
             self.max_length = max(min(max(1 << (max_length - 1).bit_length(), LEAST), longest), shortest)
         self.engine = Engine(self.target, self.drafter, sequences=sequences, max_length=self.max_length, trees=self.trees, rule=self.rule)
         self.made += 1

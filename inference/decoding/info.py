@@ -37,7 +37,7 @@ def rotations(config: Any) -> list[dict[str, Any]]:
     return [each for each in found.values() if isinstance(each, dict)] or [dict(found)]
 
 
-def turn_of(config: Any) -> int | None:
+def rope_switch_of(config: Any) -> int | None:
     """The length in tokens above which a target with LongRoPE (2402.13753) uses other rotary frequencies. A sequence that crosses it would
     have to be read again from its start, because its cached keys have the old rotations. None for targets without LongRoPE. ``config``:
     transformers' config of the text model.
@@ -55,13 +55,13 @@ class TargetInfo(ABC):
     ends: TargetEnds
     device: torch.device  # of the embedding
     dtype: torch.dtype
-    shared: Any = False  # whether the layers are sharded over several processes
+    sharded: Any = False  # whether the layers are sharded over several processes
     apart = False  # whether each of these processes reads rows of its own (``Target.read_apart``)
 
     @property
     @abstractmethod
-    def turn(self) -> int | None:
-        """The length in tokens above which its rotations change, or None: see ``turn_of``."""
+    def rope_switch(self) -> int | None:
+        """The length in tokens above which its rotations change, or None: see ``rope_switch_of``."""
 
     @abstractmethod
     def opened(self) -> Target:

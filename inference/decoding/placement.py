@@ -20,14 +20,14 @@ from headstart.heads.stored import check_model, named
 SHARED = re.compile(r"tp(:[1-9]\d*)?|fsdp")
 
 
-def is_shared(device: str) -> bool:
+def is_sharded(device: str) -> bool:
     """Whether this setting shards the target's layers over several processes."""
     return bool(SHARED.fullmatch(device))
 
 
 def tensor_size(device: str) -> int:
     """How many neighboring processes compute every layer together: all for ``tp``, four for ``tp:4``, one for anything else."""
-    if not is_shared(device) or device == "fsdp":
+    if not is_sharded(device) or device == "fsdp":
         return 1
     return int(device.partition(":")[2] or processes())
 
@@ -48,7 +48,7 @@ def placement(device: str, config: Any) -> dict[str, Any]:
     ``config``: the model's; with several groups its ``base_model_fsdp_plan`` is set. Where the layers are sharded, groups of neighboring
     processes compute each layer together. The weights are divided among the groups, and each layer is gathered when a pass reaches it.
     """
-    if is_shared(device):
+    if is_sharded(device):
         from transformers.distributed import DistributedConfig
 
         atexit.register(_leave)  # otherwise the process group's threads outlive the interpreter
@@ -85,15 +85,15 @@ def check_device(device: str, key: str = "target.device") -> str:
     """The device with ``auto`` resolved (to the GPU of this process, else the CPU). Raises UserError for a device that cannot be used."""
     if device == "auto":
         return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
-    shared = key == "target.device" and is_shared(device)
-    if shared and processes() < 2:
+    sharded = key == "target.device" and is_sharded(device)
+    if sharded and processes() < 2:
         raise UserError(
             f"target.device={device} shares every layer between processes: start them with torchrun --nproc-per-node=GPUS -m inference ..."
         )
-    if shared and processes() % tensor_size(device):
+    if sharded and processes() % tensor_size(device):
         raise UserError(f"target.device={device}: {processes()} processes are not groups of {tensor_size(device)}")
     try:
-        if not shared and (device != "map" or key != "target.device"):
+        if not sharded and (device != "map" or key != "target.device"):
             torch.zeros(0, device=device)
     except (RuntimeError, AssertionError) as e:
         raise UserError(f"{key}={device} is not usable here: {first_line(e)}") from None

@@ -64,7 +64,7 @@ class Rounds:
         can = (self.device.type == "cuda" and not target.spread and not turns) if graphs is None else graphs
         self.graphs = Graphs(self.device) if can else None
         self.looks = self.device.type == "cpu" and not can  # reading a value costs nothing on a CPU, so rows that nobody needs are skipped
-        self.positions = min(target.shape.max_positions, target.turn or target.shape.max_positions)  # every position is below this
+        self.positions = min(target.shape.max_positions, target.rope_switch or target.shape.max_positions)  # every position is below this
         # Slack, ``path`` rows each: a sequence's last round, the next one (begun before the last is read), and writes after it has left.
         room = max_length + 3 * self.path + self.waits
         scratch = max([1 + p.nodes for p in trees] + [p.reads for p in trees], default=1)

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from headstart.heads.errors import UserError, first_line
 from headstart.heads.kinds import check_kinds
 from headstart.heads.stored import INDEX, model_files, shards
-from headstart.inference.decoding.info import DTYPES, FEW, TargetInfo, ends_of, loading, shape_of, turn_of
-from headstart.inference.decoding.placement import check_device, check_folder, hub_answers, is_main, is_shared
+from headstart.inference.decoding.info import DTYPES, FEW, TargetInfo, ends_of, loading, rope_switch_of, shape_of
+from headstart.inference.decoding.placement import check_device, check_folder, hub_answers, is_main, is_sharded
 from headstart.inference.decoding.target import Target
 
 
@@ -40,7 +40,7 @@ class StoredTarget(TargetInfo):
         """Takes the arguments of ``Target.load``. Raises NotStored, and UserError for files that are missing or damaged."""
         from transformers import AutoConfig, AutoTokenizer
 
-        if is_shared(device):
+        if is_sharded(device):
             raise NotStored(f"target.device={device} shares its layers between processes")
         self.name, self._opened = str(path), list[Target]()
         self._load = partial(Target.load, path, dtype=dtype, device=device, attention=attention)
@@ -65,8 +65,8 @@ class StoredTarget(TargetInfo):
             raise NotStored(f"{type(e).__name__}, {first_line(e)}") from e
 
     @property
-    def turn(self) -> int | None:
-        return turn_of(self.files.model.config.get_text_config())
+    def rope_switch(self) -> int | None:
+        return rope_switch_of(self.files.model.config.get_text_config())
 
     def opened(self, why: str = "") -> Target:
         """The target with its layers, loaded at the first call. ``why`` is printed then."""

@@ -29,7 +29,7 @@ from headstart.heads.memory import Memory, Passing, Slots
 from headstart.heads.prepack import prepack_beside
 from headstart.heads.products import frozen_layers
 from headstart.heads.visibility import CausalSees, ChainSees, Sees
-from headstart.inference.decoding.info import DTYPES, FEW, TargetInfo, ends_of, loading, scaled_head, shape_of, turn_of
+from headstart.inference.decoding.info import DTYPES, FEW, TargetInfo, ends_of, loading, rope_switch_of, scaled_head, shape_of
 from headstart.inference.decoding.mend import mend_scales
 from headstart.inference.decoding.placement import check_device, check_folder, hub_answers, multiplies_bf16, placement, tensor_size
 
@@ -111,11 +111,11 @@ class Target(TargetInfo):
         return TargetEnds(embed, self.ends.head_VD.to(device=device, dtype=dtype), self.ends.softcap, scaled=self.ends.scaled)
 
     @property
-    def turn(self) -> int | None:
-        return turn_of(self.config)
+    def rope_switch(self) -> int | None:
+        return rope_switch_of(self.config)
 
     @property
-    def shared(self) -> bool:
+    def sharded(self) -> bool:
         """Whether the layers are sharded over several processes."""
         return any(hasattr(p, "full_tensor") for p in self.model.parameters())
 
@@ -129,7 +129,7 @@ class Target(TargetInfo):
             torch.distributed.broadcast(seconds, 0)
             return float(seconds)
 
-        return of_the_first if self.shared else clock
+        return of_the_first if self.sharded else clock
 
     def layers_on(self) -> Counter[torch.device]:
         """How many layers each device holds."""
@@ -138,7 +138,7 @@ class Target(TargetInfo):
     @property
     def spread(self) -> bool:
         """Whether a pass uses more than one device or process. Such a pass cannot be captured as a device graph."""
-        return self.shared or len({p.device for p in self.model.parameters()}) > 1
+        return self.sharded or len({p.device for p in self.model.parameters()}) > 1
 
     @classmethod
     def load(cls, path: str, *, dtype: str = "auto", device: str = "auto", attention: str = "sdpa") -> Target:
@@ -211,7 +211,7 @@ class Target(TargetInfo):
         copies of the embedding and the output head. All processes must call this, and later ``read``, at the same time and with equally
         many rows. Any other target stays as it is.
         """
-        if self.shared and not self.apart:
+        if self.sharded and not self.apart:
             _ = self.fingerprint  # computed now: it gathers the shards of all processes
             self.apart, ends = True, self.ends
             table: Any = ends.embed.weight

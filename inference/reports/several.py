@@ -49,8 +49,8 @@ def check_decoders(decoders: Mapping[str, Decoder], longest: int) -> None:
         if not decoder.batches:
             raise UserError(f"decode.sequences: {name} guesses for one sequence at a time, set it to []; only a drafter's own trees, "
                             "on the target's device, work for several at once")  # fmt: skip
-        if (turn := decoder.target.turn) is not None and longest > turn:
-            raise UserError(f"decode.sequences: several at once take at most {turn} tokens each, where {decoder.target.name} changes its "
+        if (switch := decoder.target.rope_switch) is not None and longest > switch:
+            raise UserError(f"decode.sequences: several at once take at most {switch} tokens each, where {decoder.target.name} changes its "
                             f"rotation; a prompt and its answer have {longest}: set it to [], or give shorter ones")  # fmt: skip
 
 
@@ -67,7 +67,7 @@ def decode_together(
         try:
             made, seconds = decoder.timed_many(asked, new_tokens=new_tokens, sequences=size, sampling=[how(i) for i in places])
         except torch.OutOfMemoryError as e:
-            if decoder.target.shared:  # of its processes this one alone may know
+            if decoder.target.sharded:  # of its processes this one alone may know
                 raise UserError(
                     f"decode.sequences: {size} at once do not fit into the memory of every process: leave {size} and more out"
                 ) from e

@@ -47,7 +47,7 @@ def application(
     ``key``: the API key that clients must send; None: everyone is answered. ``defaults``: settings of sampling that hold unless a request
     gives others.
     """
-    longest = min(target.turn or target.shape.max_positions, target.shape.max_positions)  # most tokens of a sequence in the engine
+    longest = min(target.rope_switch or target.shape.max_positions, target.shape.max_positions)  # most tokens of a sequence in the engine
     limit = min(max_length or longest, longest)
     worker = Worker(lambda: Engine(target, drafter, sequences=sequences, max_length=limit, plans=plans, rule=rule))
     how: dict[str, Any] = {"limit": limit, "rule": rule, "defaults": defaults}

@@ -28,7 +28,7 @@ def main(out: Path, folder: str, devices: list[str]) -> None:
     for device in devices:
         target = Target.load(folder, device=device).read_apart()
         whole = Target.load(folder, device="cpu")
-        assert target.shared and target.fingerprint == whole.fingerprint
+        assert target.sharded and target.fingerprint == whole.fingerprint
         mine = sum(p.to_local().numel() for p in target.layers.parameters())  # type: ignore[operator]
         assert mine < 0.6 * sum(p.numel() for p in whole.layers.parameters()), "every process has all of the layers"
         accelerator = open_accelerator("fp32", torch.device("cpu"))

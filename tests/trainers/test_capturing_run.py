@@ -272,7 +272,7 @@ def capturing(
     accumulate: int = 1,
 ) -> Capturing:
     target = target or FakeTarget()
-    target.shared, target.dtype = False, torch.float32
+    target.sharded, target.dtype = False, torch.float32
     return Capturing(
         source_of(packed or rows(), None), target, taps, out=str(folder), storage="int8", accumulate=accumulate, rank=rank, world=world
     )
@@ -286,7 +286,7 @@ def source_of(packed: Packed, held: Packed | None) -> Source:
 
 def run_part(rank: int, folder: Path, both: threading.Barrier) -> None:
     target: Any = FakeTarget()
-    target.shared, target.dtype = False, torch.float32
+    target.sharded, target.dtype = False, torch.float32
     packed, held = rows(), rows(seed=3, documents=60)
     made = Capturing(source_of(packed, held), target, (0, 2), out=str(folder), storage="int8", accumulate=3, rank=rank, world=2)
     assert made.source.held_out is not None

@@ -258,7 +258,7 @@ def test_processes_that_share_the_target_compare_their_rows_before_they_read_tog
 ) -> None:
     """Their passes would have different sizes, which gloo and NCCL do not say in words that help."""
     read = list[object]()
-    monkeypatch.setattr(preparing, "is_shared", lambda device: device == "cpu", raising=False)
+    monkeypatch.setattr(preparing, "is_sharded", lambda device: device == "cpu", raising=False)
     monkeypatch.setattr(preparing, "_held_out", lambda job: read.append(job) or [])
 
     def with_another(here: list[Any]) -> list[Any]:

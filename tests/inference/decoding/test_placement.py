@@ -184,14 +184,14 @@ def test_other_shapes_of_decoder(architecture: str) -> None:
 
 
 def test_where_a_longrope_target_turns() -> None:
-    assert another("phi3", OTHERS["phi3"]).turn == 64
+    assert another("phi3", OTHERS["phi3"]).rope_switch == 64
     target = tiny_target()
-    assert target.turn is None
+    assert target.rope_switch is None
     target.config.rope_parameters = {  # of each kind of layer its own
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         "full_attention": {"rope_type": "longrope", "original_max_position_embeddings": 32},
     }
-    assert target.turn == 32
+    assert target.rope_switch == 32
 
 
 def test_a_prompt_beyond_the_turn_is_read_by_one_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
