@@ -26,7 +26,7 @@ from headstart.data.regenerated import JsonlWriter, vocabulary
 from headstart.data.rows import file_path
 from headstart.data.source import check_source, find
 from headstart.data.talks import Item, Made, converse, first_prompt, proceed, questions
-from headstart.heads.errors import UserError, first_line
+from headstart.heads.errors import UserError, counted, first_line
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.reports.progress import Lines
 from headstart.inference.serving.text import BadRow, template_of
@@ -76,7 +76,8 @@ def run(items: list[Item], talk: Callable[[Item], Talk], answers: Answers, book:
     for what, those in (("left out", left_out), ("shortened", short)):
         if those:
             log.warning("%s %d of %d, first %s", what, len(those), len(todo), "; ".join(those[:3]))
-    return f"{count['tokens']:,} tokens, {count['truncated']} answers cut at new_tokens, {len(short)} shortened, {len(left_out)} left out"
+    cut = counted(count["truncated"], "answer")
+    return f"{count['tokens']:,} tokens, {cut} cut at new_tokens, {len(short)} shortened, {len(left_out)} left out"
 
 
 def open_tokenizer(settings: dict[str, Any]) -> Any:
@@ -131,11 +132,11 @@ def main(config: dict[str, Any]) -> None:
         with closing(JsonlWriter(out, settings, {item.number: item.of for item in items})) as book:
             earlier = book.count
             if book.last == items[-1].number:
-                print(f"{out}: done already, {book.count} lines")
+                print(f"{out}: done already, {counted(book.count, 'line')}")
             else:
                 check_fit(items, tokenizer, config, answers)
                 summary = run(items, _talk(config, tokenizer, answers), answers, book, config["seed"], config["sequences"])
-                print(f"{out}: {book.count} lines ({earlier} of them from before); {summary}")
+                print(f"{out}: {counted(book.count, 'line')} ({earlier} of them from before); {summary}")
     if not book.count:
         raise UserError(f"{out}: nothing was made of {len(items)} lines: see above why")
 

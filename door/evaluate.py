@@ -12,7 +12,7 @@ from headstart.door.frame import compose_again
 from headstart.door.idle import of_trees, refuse, said_of
 from headstart.door.places import called, check_file, check_speculator
 from headstart.door.sweep import Done, overrides, swept
-from headstart.heads.errors import UserError
+from headstart.heads.errors import UserError, counted
 
 ASSISTED, OWN = "assisted", "file"
 FILES = (".jsonl", ".json", ".gz")
@@ -93,7 +93,7 @@ def evaluate(config: dict[str, Any]) -> None:
     with locked(folder):
         results = Results(folder, settings(config, target, kept_questions, folders))
         if results.lines:
-            print(f"{folder} has {len(results.lines)} lines of results already: they are not decoded again", flush=True)
+            print(f"{folder} has {counted(len(results.lines), 'line')} of results already: not decoded again", flush=True)
         run(target, sides, kept_questions, spoken, how, results)
         untried = len(sides) < 2 + len(config["against"])  # 2: plain decoding and the speculator
         made = write(results, kept_questions, folder, depth, about(config, target, len(found) - len(kept_questions), untried))

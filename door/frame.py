@@ -32,7 +32,7 @@ from headstart.door.schema import DOORS
 from headstart.door.sweep import Done, folder_of_all, label, overrides, swept, swept_in
 from headstart.door.values import CONF
 from headstart.door.words import explained
-from headstart.heads.errors import UserError
+from headstart.heads.errors import UserError, counted
 from headstart.heads.override import quoted
 from headstart.heads.renamed import settings_of_now
 
@@ -132,7 +132,7 @@ def _look_ahead(config_name: str, options: Any) -> _Many:
             (runs,) = BasicSweeper.split_arguments(parser.parse_overrides(arguments), None)
             if not several or not runs:
                 raise UserError("--multirun: there is nothing to try several values of: key=a,b, or group=a,b")
-            print(f"{len(runs)} runs, {folder}", flush=True)
+            print(f"{counted(len(runs), 'run')}, {folder}", flush=True)
             for run in runs:
                 name = label(config_name, run, several)
                 try:

@@ -1,5 +1,5 @@
-"""The error for a user: one line that names what is wrong and what to do, which commands print without a stack trace; and warnings that are
-logged once.
+"""The error for a user: one line that names what is wrong and what to do, which commands print without a stack trace; warnings that are
+logged once, and words of messages.
 """
 
 from __future__ import annotations
@@ -27,6 +27,11 @@ def near(word: str, known: Collection[str]) -> str:
     """ " (did you mean ..?)" with the known word that is most like ``word``; an empty string where none is like it."""
     found = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return f" (did you mean {found[0]}?)" if found else ""
+
+
+def counted(number: int, noun: str) -> str:
+    """ "1 prompt", "2 prompts"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 @functools.cache

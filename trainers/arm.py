@@ -17,7 +17,7 @@ from torch.profiler import record_function
 
 from headstart.data.batch import TargetBatch, TokenBatch
 from headstart.heads.base import Drafter
-from headstart.heads.errors import UserError
+from headstart.heads.errors import UserError, counted
 from headstart.inference.decoding.target import Target
 from headstart.trainers import checkpoint, earlier
 from headstart.trainers.guard import DIVERGED, FILE, OVERFLOWS, WINDOW, Guard, describe, note, overflowed
@@ -256,7 +256,7 @@ class Arm:
             raise UserError(f"the earlier checkpoints in {self.run} cannot be removed: {e}") from e
         if removed:
             why = f"those after step {self.began} led to another number of steps" if self.began else "trainer.resume=false: starting over"
-            self.accelerator.print(f"{self.label}{why}, {removed} earlier checkpoints removed")
+            self.accelerator.print(f"{self.label}{why}, {counted(removed, 'earlier checkpoint')} removed")
 
     def log(self, numbers: Mapping[str, float]) -> None:
         """Send figures of the present step to the tracker, in the main process."""

@@ -13,7 +13,7 @@ from typing import Any
 from headstart.data.live import look
 from headstart.heads import hub
 from headstart.heads.base import Drafter
-from headstart.heads.errors import UserError
+from headstart.heads.errors import UserError, counted
 from headstart.heads.override import typed
 from headstart.heads.serving import words_of
 from headstart.heads.stored import read_json
@@ -205,7 +205,8 @@ def measure(job: Job, exported: dict[str, Exported]) -> dict[str, Report]:
     targets = {name: there.target.opened() for name, there in exported.items()}
     drafters = {name: open_speculator(exported[name].speculator, targets[name]) for name in arms}  # as engines load them
     original.prepack()  # only now: drafters no longer copy weights from it
-    print(f"report: {len(job.prompts)} prompts, {job.decoding.new_tokens} new tokens each, with the drafter and without", flush=True)
+    many = counted(len(job.prompts), "prompt")
+    print(f"report: {many}, {job.decoding.new_tokens} new tokens each, with the drafter and without", flush=True)
     contenders = {name: _contender(job, arm, exported[name], targets[name], drafters[name]) for name, arm in arms.items()}
     reports: dict[str, Report] = {}
     for target in dict.fromkeys([original, *targets.values()]):

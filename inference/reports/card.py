@@ -18,6 +18,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from headstart.heads.base import Drafter
+from headstart.heads.errors import counted
 from headstart.heads.files import put, put_text, sha256
 from headstart.heads.serving import OURS, near, serving
 from headstart.heads.stored import read_json
@@ -197,7 +198,7 @@ def _objective(loss: Mapping[str, Any]) -> str:
 def _training(report: Report, trainer: Mapping[str, Any]) -> str:
     if "train_steps" not in report:
         return ""
-    parts = [f"{report['train_steps']:,} steps, {report['train_tokens']:,} tokens, {report['train_seconds']:,.0f} seconds"]
+    parts = [f"{counted(report['train_steps'], 'step')}, {report['train_tokens']:,} tokens, {report['train_seconds']:,.0f} seconds"]
     if trainer:
         parts.append(_short({k: trainer[k] for k in ("optimizer", "lr", "schedule", "batch_size", "length") if trainer.get(k) is not None}))
     if "exported_step" in report:  # trainer.keep=best
@@ -222,7 +223,7 @@ def _figures(report: Report) -> str:
     lines = [f"## What it gains: {report['prompts_from']}", "", *figures_table(report), "", *(f"- {line}" for line in summary(report))]
     each = f" of up to {report['new_tokens']} new tokens" if "new_tokens" in report else ""
     versions = ", ".join(f"{k} {v}" for k, v in report["versions"].items() if k in ("torch", "transformers", "cuda"))
-    lines.append(f"- {report['prompts']} prompts{each}, one after the other; {versions}; commit {report['commit']} of {OURS}")
+    lines.append(f"- {counted(report['prompts'], 'prompt')}{each}, one after the other; {versions}; commit {report['commit']} of {OURS}")
     return "\n".join(lines)
 
 

@@ -12,6 +12,7 @@ from markupsafe import Markup
 from rich.console import Console
 from rich.table import Table
 
+from headstart.heads.errors import counted
 from headstart.heads.files import put_text
 from headstart.heads.stored import read_json
 from headstart.inference.reports import render
@@ -84,7 +85,7 @@ def sentences(found: Mapping[str, Any]) -> list[str]:
         lines.append(f"{name}: {verdict}, {each['differing']} of {each['compared']} answers at temperature 0 differ{ties}")
     for sequences in sorted({n for n, _ in kinds(found)}):
         if rest := found["prompts"] - max(row["prompts"] for row in found["rows"] if row["sequences"] == sequences):
-            lines.append(f"{rest} prompts are not measured {sequences} at once: a category has fewer left over")
+            lines.append(f"{counted(rest, 'prompt')} not measured {sequences} at once: a category has fewer left over")
     for sequences, temperature in kinds(found):
         plain = next(row for row in of(found, sequences, temperature, ALL) if row["name"] == PLAIN)
         lines += [line for line in too_much({temperature: plain}) if line not in lines]
@@ -94,10 +95,10 @@ def sentences(found: Mapping[str, Any]) -> list[str]:
         lines.append("decode=auto drafts where that pays: its rounds without guesses count as one token. What a drafter guesses is "
                      "compared by decode=dynamic or chain")  # fmt: skip
     if found["skipped"]:
-        lines.append(f"{found['skipped']} prompts were skipped: too long for the target's context")
+        lines.append(f"{counted(found['skipped'], 'prompt')} skipped: too long for the target's context")
     if found["cut"] or found["left_out"]:
-        lines.append(f"{found['cut']} prompts lost their beginning, {found['left_out']} later turns were left out: too long for "
-                     "the target's context")  # fmt: skip
+        both = f"{counted(found['cut'], 'prompt')} without the beginning, {counted(found['left_out'], 'later turn')} left out"
+        lines.append(f"{both}: too long for the target's context")
     return lines
 
 
@@ -152,7 +153,8 @@ def evaluation_page(found: Mapping[str, Any]) -> str:
     sections.append(section("More to know", h("<ul>{}</ul>", joined(h("<li>{}</li>", line) for line in sentences(found)))))
     versions = ", ".join(f"{k} {v}" for k, v in found["versions"].items())
     facts = {
-        "suite": f"{found['suite']}: {found['prompts']} prompts, {found['turns']} turns, of up to {found['new_tokens']} new tokens each",
+        "suite": f"{found['suite']}: {counted(found['prompts'], 'prompt')}, {counted(found['turns'], 'turn')}, of up to "
+                 f"{found['new_tokens']} new tokens each",
         "asked": "as plain text" if found["raw"] else "by the target's chat template",
         "target": found["target"], "speculator": found["speculator"], "machine": f"{found['device']}, {found['dtype']}",
         "the target's passes": found.get("passes", ""), "versions": versions, "commit": found["commit"],
@@ -177,7 +179,7 @@ def _overall(rows: Sequence[Row], kind: str) -> list[Markup]:
             f"{row['repetition']:.0%}",
         ])  # fmt: skip
     head = ["", "", "speed-up", "interval", "accepted length", "interval", "tokens/s", f"repeated {GRAM}-grams"]
-    caption = f"{rows[0]['prompts']} prompts, {rows[0]['answers']} answers"
+    caption = f"{counted(rows[0]['prompts'], 'prompt')}, {counted(rows[0]['answers'], 'answer')}"
     return [table(caption, head, body, range(2, len(head)), scrolls=True, tight=True)]
 
 

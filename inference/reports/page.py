@@ -51,11 +51,6 @@ def h(template: str, *values: Any, **named: Any) -> Markup:
     return Markup(template).format(*map(of, values), **{key: of(value) for key, value in named.items()})
 
 
-def counted(number: int, noun: str) -> str:
-    """ "1 prompt", "2 prompts"."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
-
-
 def joined(parts: Iterable[Markup]) -> Markup:
     return Markup("\n").join(parts)
 

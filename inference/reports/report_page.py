@@ -8,12 +8,13 @@ from typing import Any
 
 from markupsafe import Markup
 
+from headstart.heads.errors import counted
 from headstart.inference.reports import heatmap
 from headstart.inference.reports.charts import KINDS, Series, lines
 from headstart.inference.reports.figures import COVERED, GRAM, too_much
 from headstart.inference.reports.gain import several
 from headstart.inference.reports.lengths import APART
-from headstart.inference.reports.page import about, bar, between, counted, figure, folded, h, interval, joined, page, section, table
+from headstart.inference.reports.page import about, bar, between, figure, folded, h, interval, joined, page, section, table
 from headstart.inference.reports.report import Report, shape_of
 from headstart.inference.reports.summary import summary
 from headstart.inference.reports.verdict import plain_at
@@ -237,7 +238,7 @@ def training(report: Report, curves: Curves) -> list[Markup]:
     chart = lines(lengths, f"tokens a pass over the training. {words}", x="steps", y="tokens a pass", whole_x=True)
     loss = lines(losses, f"loss over the training. {words}", x="steps", y="loss", whole_x=True)
     why = "Accepted length of a chain: expected from teacher-forced passes (lines), decoded with an export (marks)"
-    cost = f"{last:,} steps, {report['train_tokens']:,} tokens, {report['train_seconds']:,.0f} seconds." if last else ""
+    cost = f"{counted(last, 'step')}, {report['train_tokens']:,} tokens, {report['train_seconds']:,.0f} seconds." if last else ""
     cost += f" Exported: step {report['exported_step']:,}, which decoded best." if "exported_step" in report else ""
     both = h('<div class="pair">{}{}</div>', figure(why, chart), figure("Loss per supervised guess", loss))
     return [h("<p>{}</p>", cost) if cost else Markup(), both]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+from headstart.heads.errors import counted
 from headstart.inference.reports.figures import too_much
-from headstart.inference.reports.page import counted, interval
+from headstart.inference.reports.page import interval
 from headstart.inference.reports.report import Report, shape_of
 
 LARGE = 20  # guesses that a drafter makes in the time of a plain round, for a target much larger than its drafter
@@ -62,7 +63,7 @@ def summary(report: Report) -> list[str]:
     tree, chain = report["tree"], report.get("chain_temperature_0")
     verdict = "yes" if report["lossless"] else f"NO, {sum(not d['tie'] for d in report['differences'])} differ"
     if ties := [d["gap"] for d in report["differences"] if d["tie"]]:
-        verdict += f", but for {len(ties)} prompts in which the target had a tie (two best logits at most {max(ties):.2g} apart)"
+        verdict += f", but for {counted(len(ties), 'prompt')} in which the target had a tie (two best logits at most {max(ties):.2g} apart)"
     shape = f"shape: {shape_of(report)}"
     for name, auto in report.get("auto", {}).items():
         most = [f"{what} {share:.0%}" for what, share in auto["rounds"].items() if share >= 0.05]

@@ -80,7 +80,7 @@ def test_a_finished_run_can_be_prolonged(
     trained(target, tmp_path, 20, stop=7 + 10)
     said = " ".join(capsys.readouterr().out.split())
     assert f"resuming after step 9 ({tmp_path}/checkpoints/step-00000009), now to step 20 instead of 10" in said
-    assert "those after step 9 led to another number of steps, 1 earlier checkpoints removed" in said
+    assert "those after step 9 led to another number of steps, 1 earlier checkpoint removed" in said
     assert steps(tmp_path) == [15]
     assert same(trained(target, tmp_path, 20), twenty)
     assert steps(tmp_path) == [17, 20]

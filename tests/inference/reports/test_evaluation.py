@@ -158,7 +158,7 @@ def test_what_was_cut_is_counted_where_all_was_measured(order: tuple[int, int], 
         kept.add(unit, "a", {PLAIN: made}, {})
     found = write(kept, asked, tmp_path, 2, KNOWN)
     assert (found["cut"], found["left_out"]) == (2, 0)
-    assert any(line.startswith("2 prompts lost their beginning, 0 later turns") for line in sentences(found))
+    assert any(line.startswith("2 prompts without the beginning, 0 later turns") for line in sentences(found))
 
 
 def test_a_talk_that_would_cross_the_turn_of_a_longrope_target_is_cut_or_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,7 +350,7 @@ def test_the_page_and_the_terminal_show_it(tmp_path: Path, capsys: pytest.Captur
     assert all(word in text for word in ("Temperature 0, one prompt at a time", "Temperature 1", "prompt_lookup", "mt_bench", "qa"))
     (row,) = [r for r in made["rows"] if (r["name"], r["temperature"], r["category"]) == ("ngram", 0, ALL)]
     low, high = row["intervals"]["speedup"]
-    assert f"{row['speedup']:.2f}×" in text and f"{low:.2f} to {high:.2f}" in text and "3 prompts were skipped" in text
+    assert f"{row['speedup']:.2f}×" in text and f"{low:.2f} to {high:.2f}" in text and "3 prompts skipped" in text
     show(made | {"rows": [r | {"category": r["category"].replace("qa", "[/qa]")} for r in made["rows"]]})
     said = capsys.readouterr().out
     assert f"{row['speedup']:.2f}x" in said and "[/qa]" in said
