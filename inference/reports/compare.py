@@ -24,7 +24,7 @@ from headstart.inference.reports.render import table
 from headstart.inference.reports.report import Report, shape_of
 from headstart.inference.reports.report_page import Curves
 from headstart.inference.reports.timing import time_rounds
-from headstart.inference.reports.verdict import advice, as_served, order, rests
+from headstart.inference.reports.verdict import advice, as_served, cautions, order, rests
 
 COLUMNS = {  # of comparison.md: key -> format, and the heading on the terminal ("": not there)
     "parameters": ("{:,}", ""),
@@ -177,9 +177,7 @@ def compare(
     console.print(table(f"drafters for {Path(target).name}, {order(rows)}", head, body, whole=range(1, len(head))))
     for name, why in failed.items():
         console.print(f"{name} failed: {why}", style="red")
-    for name in kept["changed"]:
-        console.print(f"{name}: its training changed the target; it is measured with the changed one", highlight=False)
-    for line in kept["apart"]:
+    for line in cautions(kept):
         console.print(line, style="yellow", highlight=False)
     for line in advice(rows):
         console.print(line, highlight=False)
@@ -199,8 +197,7 @@ def cells(row: Mapping[str, Any], columns: Iterable[str]) -> list[str]:
 
 def markdown(rows: Sequence[Mapping[str, Any]], failed: Mapping[str, str], about: Mapping[str, Any]) -> str:
     """The text of comparison.md. ``about``: the other keys of comparison.json."""
-    told = [*advice(rows), *about.get("apart", ()), *(f"{name} failed: {why}" for name, why in failed.items())]
-    told += [f"{name}: its training changed the target; it is measured with the changed one" for name in about.get("changed", ())]
+    told = [*advice(rows), *cautions(about), *(f"{name} failed: {why}" for name, why in failed.items())]
     lines, points = [f"# Drafters for {about.get('target', 'a target')}, {order(rows)}", ""], [*(f"- {line}" for line in told), ""]
     if not rows:
         return "\n".join([*lines, *points])

@@ -9,13 +9,14 @@ from typing import Any
 
 from markupsafe import Markup
 
+from headstart.heads.errors import counted
 from headstart.inference.reports.charts import LETTER, Box, Point, Series, beside, grid_x, grid_y, lines, mark, path, svg, ticks
 from headstart.inference.reports.figures import GRAM
 from headstart.inference.reports.gain import by_sequences
 from headstart.inference.reports.page import about, bar, between, figure, h, joined, page, section, shortened, table
 from headstart.inference.reports.report import shape_of
 from headstart.inference.reports.report_page import Curves, points, word
-from headstart.inference.reports.verdict import advice, headline, order, rests
+from headstart.inference.reports.verdict import advice, cautions, headline, order, rests
 
 NAME = "comparison.html"
 Row = Mapping[str, Any]
@@ -30,11 +31,8 @@ def comparison_page(
     rows: Sequence[Row], failed: Mapping[str, str], about_all: Mapping[str, Any], curves: Mapping[str, Curves] | None = None
 ) -> str:
     """The text of comparison.html. ``rows``: compare.figures of every arm, the best first. ``about_all``: comparison.json's other keys."""
-    count = f"{len(rows)} drafter{'s' * (len(rows) != 1)}"
-    title = f"{count} for {about_all.get('target', 'a target')}"
-    warnings = [h('<p class="note">{}</p>', line) for line in about_all.get("apart", ())]
-    warnings += [h('<p class="note">{}: its training changed the target; it is measured with the changed one.</p>', name)
-                 for name in about_all.get("changed", ())]  # fmt: skip
+    title = f"{counted(len(rows), 'drafter')} for {about_all.get('target', 'a target')}"
+    warnings = [h('<p class="note">{}</p>', line) for line in cautions(about_all)]
     warnings += [h('<p class="note bad">{} failed: {}</p>', name, why) for name, why in failed.items()]
     sentences = joined(h("<li>{}</li>", line) for line in advice(rows))
     sections = [

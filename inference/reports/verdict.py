@@ -117,6 +117,12 @@ def advice(rows: Sequence[Row]) -> list[str]:
     return [f"{name}: for {'; for '.join(whom)}." for name, whom in found.items()] + none
 
 
+def cautions(about: Mapping[str, Any]) -> list[str]:
+    """What to know before ranking the drafters. ``about``: the keys of comparison.json beside its rows."""
+    changed = [f"{name}: its training changed the target; it is measured with the changed one" for name in about.get("changed", ())]
+    return [*about.get("apart", ()), *changed]
+
+
 def gains(row: Row, key: str) -> bool:
     """Whether a row is faster than plain decoding: by the low end of its interval, or by the figure where it has none."""
     return bool((row.get(f"{key}_interval") or [row[key]])[0] > 1)
