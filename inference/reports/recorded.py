@@ -46,7 +46,7 @@ class Recorded:
     layer -> [1, T, D]; ``final_1TD``: the states after the final norm (needed above temperature 0).
     """
 
-    turn: int | None = None
+    rope_switch: int | None = None
 
     def __init__(
         self, target: TargetInfo, prompt: Sequence[int], said: Sequence[int], states: dict[int, Tensor], final_1TD: Tensor
