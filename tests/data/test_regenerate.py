@@ -382,7 +382,7 @@ def test_a_prompt_that_would_cross_the_turn_of_a_longrope_target_is_left_out(
     door: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """The engine reads up to the turn only: it would end the run at such a prompt."""
-    monkeypatch.setattr(Target, "turn", 40)
+    monkeypatch.setattr(Target, "rope_switch", 40)
     made = lines(door("temperature=0"))
     assert 0 < len(made) < len(TALKS) and " left out" in capsys.readouterr().out
     assert all(len(document["tokens"]) <= 40 for record in made for document in record["documents"])

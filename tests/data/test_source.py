@@ -132,7 +132,7 @@ def test_skipped_prompts_are_counted_and_others_take_their_place(asked: str, tar
 
 def test_no_prompt_may_cross_the_turn_of_a_longrope_target(asked: str, target: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """Decoding refuses it, where before the training nothing did. Beyond the turn the whole context is free."""
-    monkeypatch.setattr(Target, "turn", 24)
+    monkeypatch.setattr(Target, "rope_switch", 24)
     assert [len(p) for p in fitting(asked, 2, target, 12, "skip", keys=KEYS)] == [10, 12]
     capsys.readouterr()
     assert [len(p) for p in fitting(asked, None, target, 11, "skip", keys=KEYS)] == [10, 12]

@@ -208,7 +208,7 @@ def test_a_capture_of_nothing(composed, overrides, tmp_path):
 
 
 def test_a_target_that_processes_share_is_not_captured(monkeypatch):
-    monkeypatch.setattr(Target, "shared", True)
+    monkeypatch.setattr(Target, "sharded", True)
     with pytest.raises(UserError, match=r"a target that processes share is for training and decoding; in capturing"):
         open_source({"name": "stdlib"}, tiny_target(), length=64, seed=0)
 

@@ -50,7 +50,7 @@ def test_a_target_of_which_every_process_has_a_part_decodes_nothing(monkeypatch:
     job: Any = SimpleNamespace(target=target, prompts=[[5, 6]], decoding=decoding, arms=[], accelerator=SimpleNamespace(num_processes=2))
     job.settings = {"parallel": {"name": "ddp"}}
     assert gate.Gate(job).why_not == ""
-    monkeypatch.setattr(Target, "shared", True)
+    monkeypatch.setattr(Target, "sharded", True)
     assert gate.Gate(job).why_not == "no process holds all layers of the target (target.device=tp, fsdp)"
 
 
@@ -88,7 +88,7 @@ def test_a_text_ends_where_a_longrope_target_turns(monkeypatch: pytest.MonkeyPat
     """To decode on would raise an error."""
     target = tiny_target()
     drafter = make("medusa", target)
-    monkeypatch.setattr(Target, "turn", 24)
+    monkeypatch.setattr(Target, "rope_switch", 24)
     truth, made = gate.decode_beside(target, drafter, drafter, [random_tokens(20, 1)], TREE, SamplingParams(), 12)
     assert {len(g.tokens) for texts in made.values() for g in texts} == {4} and truth.table()
     assert Case(target, drafter, [random_tokens(20, 1)]).room(random_tokens(20, 1)) == 4
