@@ -131,7 +131,8 @@ class Endpoint:
             raise Again(why, float(after) if after.isdecimal() else 0.0)
         if status in (400, 413, 422) and re.search(rb"context.length", raw, re.IGNORECASE):
             raise Unfit(why)
-        raise UserError(f"{self.said}{path} refuses: {why}")
+        hint = " (does url end in /v1?)" if status == 404 and not self.url.endswith("/v1") else ""
+        raise UserError(f"{self.said}{path} refuses: {why}{hint}")
 
     def close(self) -> None:
         """Cancel the running requests and close the session."""

@@ -10,6 +10,7 @@ Shape suffixes: B sequences, T tokens of the padded prompts.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -21,7 +22,9 @@ from torch import Tensor
 
 from headstart.heads import hub
 from headstart.heads.base import Drafter
-from headstart.heads.errors import UserError
+from headstart.heads.driven import alone
+from headstart.heads.errors import UserError, warn_once
+from headstart.inference.decoding.auto import WORTH
 from headstart.inference.decoding.decoder import Decoder
 from headstart.inference.decoding.plans import load_plans
 from headstart.inference.decoding.policy import AUTO, TreePolicy, fit_depth
@@ -35,6 +38,10 @@ from headstart.inference.speculator import open_speculator
 
 Guesser = Drafter | Proposer | str | Path | None
 Policy = TreePolicy | Literal["tuned"] | None
+MEASURES = (
+    "decode=auto first measures what rounds cost on this machine: some seconds, once for each number of sequences, greedy and sampled. To "
+    'start at once, give a shape: policy=TreePolicy("chain", depth=4)'
+)
 KEPT = "_headstart_kept"  # attribute of the model that holds its decoder, so that both are freed together
 
 
@@ -59,6 +66,7 @@ def generate(
     ``drafter``: a Drafter, any other proposer, a folder, or None for plain decoding. ``policy``: the shape of the trees; None: the fastest
     shape, chosen every round (inference/decoding/auto.py), which above temperature 0 may draw other samples in another process; "tuned":
     the trees of the folder's decode.json. ``tokenizer``: for stop_strings, as in transformers, and to check a folder's tokenizer against.
+    Calls from several threads take turns.
     Raises UserError naming a setting that is not supported, or the reason why the drafter does not fit the model.
     """
     if not isinstance(input_ids, Tensor):
@@ -91,8 +99,11 @@ def speculate(drafter: Guesser, *, policy: Policy = None, tokenizer: Any = None,
     given to ``model.generate`` is refused, because no token would reach it), and stop strings as
     ``stopping_criteria=[StopStringCriteria(tokenizer, strings)]``. The loop raises what ``generate`` raises.
     """
+    if not (policy is None or policy == "tuned" or isinstance(policy, TreePolicy)):
+        raise UserError(f'policy is None, "tuned" or a TreePolicy (headstart.inference.decoding.policy), found {policy!r}')
     own = _Kept()
 
+    @_in_turn
     @torch.no_grad()
     def loop(model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **prepared: Any) -> Any:
         nonlocal own
@@ -108,6 +119,8 @@ def speculate(drafter: Guesser, *, policy: Policy = None, tokenizer: Any = None,
         decoder = own.decoder_of(model, drafter, policy, tokenizer)
         each = samplings(settings, sampled, len(prompts))
         how: dict[str, Any] = {"new_tokens": max(ends.length - length, 1), "stop_ids": ends.stop}  # at least 1: criteria follow a token
+        if how["new_tokens"] >= WORTH and any(tree and tree.kind == "auto" for tree in decoder.plans.values()):
+            warn_once(MEASURES)
         growing = [_Growing(row, ends, how["new_tokens"], streamer, len(prompts)) for row in input_ids]
         together = decoder.batches and decoder.engine_holds(max(map(len, prompts)) + how["new_tokens"])
         if len(prompts) > 1 and not processors and together:
@@ -132,6 +145,17 @@ def speculate(drafter: Guesser, *, policy: Policy = None, tokenizer: Any = None,
         return GenerateDecoderOnlyOutput(sequences=sequences)
 
     return loop
+
+
+def _in_turn(loop: Callable[..., Any]) -> Callable[..., Any]:
+    """``loop``, in which threads that use one model take turns, because they share its decoder, its engine and its attention."""
+
+    @functools.wraps(loop)  # transformers looks at its arguments
+    def locked(model: Any, *args: Any, **kwargs: Any) -> Any:
+        with alone(model.config):
+            return loop(model, *args, **kwargs)
+
+    return locked
 
 
 class _Kept:

@@ -57,7 +57,7 @@ def test_a_file_is_evaluated_and_goes_on(evaluate: Evaluate, tmp_path: Path) -> 
     both = {(n, group, name) for n, group in groups for name in ("plain", "eagle", "elsewhere")}
     assert found == both | {(1, group, name) for group in ("overall", "code", "words") for name in ("ngram", "prompt_lookup")}
     assert all(each["differing"] == 0 for each in made["lossless"].values()) and "lossless" in said.out
-    assert "1 prompts are not measured 2 at once: a category has fewer left over" in said.out
+    assert "1 prompt not measured 2 at once: a category has fewer left over" in said.out
     assert {p.name for p in (tmp_path / "done").iterdir()} == {"evaluate.json", "evaluate.html", "results.jsonl", "spec_bench"}
 
     results = (tmp_path / "done" / "results.jsonl").read_bytes()

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from itertools import count
 from typing import Any
 
 from rich.console import Console
@@ -23,6 +23,7 @@ from headstart.inference.settings import open_decode, open_guesser, open_target
 from headstart.inference.spelling import HALF
 
 GUESSED, OWN, ASIDE = "bold green", "default", "dim"
+MEASURES = "the first answer takes some seconds longer: decode=auto measures what rounds cost on this machine"
 KEYS = "Ctrl-C stops an answer; at the prompt it ends the conversation, as Ctrl-D does."
 HELP = f"highlighted: guessed and accepted. /new forgets the conversation. {KEYS}"
 NO_TEMPLATE = f"this target has no chat template: each line is continued as plain text, and forgotten. {KEYS}"
@@ -45,7 +46,9 @@ def chat(
         if said == "/new":
             messages = []
             console.print("a new conversation", style=ASIDE)
-        if said in ("", "/new"):
+        elif said == "/help":
+            console.print(HELP if templated else NO_TEMPLATE, style=ASIDE)
+        if said in ("", "/new", "/help"):
             continue
         asked = [*messages, {"role": "user", "content": said}]
         try:
@@ -111,5 +114,11 @@ def main(config: dict[str, Any]) -> None:
     max_length = min(config["max_length"], target.shape.max_positions)
     guessing = None if policy is None else proposer or drafter
     decoder = Decoder(target, guessing, policy, rule=sampling.rule, max_length=max_length)
-    decode = partial(decoder.generate, sampling=sampling)
+    answers = count()
+
+    def decode(prompt: list[int], **how: Any) -> Any:  # asked again, it samples another answer
+        return decoder.generate(prompt, sampling=replace(sampling, seed=sampling.seed + next(answers)), **how)
+
+    if decoder.alone is not None and decoder.alone.kind == "auto":
+        print(MEASURES)
     chat(target, decode, max_length=max_length, new_tokens=config["new_tokens"])

@@ -228,7 +228,11 @@ class Endpoint:
             except EngineFailed as error:
                 response = web.json_response(Refused(str(error), code="engine_failed", status=503).body, status=503)
             except web.HTTPException as error:  # aiohttp's own: no such path, another method, a body too large
-                error.content_type, error.text = "application/json", json.dumps(Refused(error.text or error.reason, code="http").body)
+                known = f": this endpoint has {CHAT}, {COMPLETIONS} and {MODELS}" * (error.status == 404)
+                error.content_type, error.text = (
+                    "application/json",
+                    json.dumps(Refused(f"{error.text or error.reason}{known}", code="http").body),
+                )
                 status = error.status
                 raise
             except (asyncio.CancelledError, ConnectionError):

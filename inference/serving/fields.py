@@ -57,6 +57,8 @@ def check_fields(body: dict[str, Any], what: str) -> None:
         value, off = body[field], OFF.get(field, ())
         if value is None or any(alike(value, o) for o in off):
             continue
+        if field in ONLY:
+            raise Refused(f"{field} is not for this address: chats have messages, completions a prompt", field, "unknown_field")
         if not off:
             raise Refused(f"{short(field)}: there is no such field here", short(field), "unknown_field")
         only = " or ".join(map(json.dumps, off))

@@ -117,6 +117,12 @@ def test_an_endpoint_that_refuses(
     assert "\n" not in str(error.value) and not [r for r in caplog.records if r.name == "asyncio" and r.levelname == "ERROR"]
 
 
+def test_an_address_without_its_last_part(door: Any) -> None:
+    says = r"/models refuses: status 404.*\(does url end in /v1\?\)"
+    with serving(fake(lambda body, n: (200, said()))) as url, pytest.raises(UserError, match=says):
+        door(f"url={url.removesuffix('/v1')}")
+
+
 def test_an_endpoint_without_tokens_gives_text_to_train_on(door: Any, target: Any) -> None:
     with serving(fake(lambda body, n: (200, said(f"answer {n}")))) as url:
         path = door(f"url={url}")

@@ -7,6 +7,7 @@ import functools
 import gc
 import json
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, Stopping
 
 from headstart.heads import hub
 from headstart.heads.base import Roots
-from headstart.heads.errors import UserError
+from headstart.heads.errors import UserError, warn_once
 from headstart.inference import hf
 from headstart.inference.decoding import decode
 from headstart.inference.decoding import decoder as decoder_module
@@ -64,6 +65,31 @@ def test_greedy_equals_generate(head: str, policy: str) -> None:
         assert found.dtype == torch.int64 and torch.equal(found, expected), how
     found = model.generate(**inputs, **how, custom_generate=speculate(drafter, policy=tree))
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_threads_take_turns(several: bool) -> None:
+    """They share the decoder that is kept with the model. Its first call comes from all of them at once."""
+    model, inputs = copy.deepcopy(target_of().model), padded(PROMPTS if several else PROMPTS[:1])
+    how = {"max_new_tokens": NEW, "pad_token_id": PAD}
+    expected = target_of().model.generate(**inputs, **how)
+
+    def call(_: int) -> Tensor:
+        found: Tensor = generate(model, trained("eagle"), policy=POLICIES["chain"], **inputs, **how)
+        return found
+
+    with ThreadPoolExecutor(3) as threads:
+        for found in threads.map(call, range(6), timeout=60):
+            assert torch.equal(found, expected)
+
+
+def test_a_first_call_says_that_it_measures(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, and only where the shapes are chosen in every round, for answers that are worth it."""
+    monkeypatch.setattr(hf, "WORTH", NEW)
+    warn_once.cache_clear()
+    for policy, new, says in ((POLICIES["chain"], NEW, 0), (None, NEW - 1, 0), (None, NEW, 1), (None, NEW, 1)):
+        generate(target_of().model, trained("eagle"), policy=policy, max_new_tokens=new, pad_token_id=PAD, **padded(PROMPTS[:1]))
+        assert caplog.text.count("measures what rounds cost") == says
 
 
 def test_a_penalty_does_not_hold_padding_against_a_sequence() -> None:
@@ -433,6 +459,7 @@ def test_the_tables_name_fields_of_transformers() -> None:
         ({"position_ids": torch.arange(1, 10)[None]}, "position_ids of your own"),
         ({"inputs_embeds": torch.zeros(1, 9, 32)}, "inputs_embeds"),
         ({"max_new_tokens": 300}, "9 tokens and 300 new ones exceed the target's context of 256"),
+        ({"policy": "chain"}, "policy is None, .tuned. or a TreePolicy .*, found 'chain'"),
     ],
 )
 def test_arguments_that_are_not_supported(how: dict[str, Any], says: str) -> None:

@@ -454,7 +454,7 @@ def test_nothing_is_measured_for_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_processes_that_share_a_target_measure_by_one_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Target, "shared", True)
+    monkeypatch.setattr(Target, "sharded", True)
     monkeypatch.setattr(torch.distributed, "broadcast", lambda seconds, source: seconds.fill_(9.0 if source == 0 else 0.0))
     assert auto.clock_of(TARGET())() == 9.0
 

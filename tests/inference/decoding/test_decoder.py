@@ -85,7 +85,7 @@ def test_who_serves(like_a_gpu: None, engines: list[Any], alone: list[Any], monk
             made = Decoder(target, guesser, tree).generate(prompt, new_tokens=NEW, on_tokens=streamed.extend, **how)
             assert made.tokens == said == streamed and (len(alone) == before) == static
     assert alone[-1].drafter is drafter() and alone[0] is ngram
-    monkeypatch.setattr(Target, "turn", 30)  # behind it an engine would have to read anew
+    monkeypatch.setattr(Target, "rope_switch", 30)  # behind it an engine would have to read anew
     for new, static in ((NEW - 2, True), (NEW, False)):
         before, long = len(alone), random_tokens(12 if static else 31, seed=1)
         Decoder(target).generate(long, new_tokens=new)

@@ -162,7 +162,7 @@ def test_what_was_cut_is_counted_where_all_was_measured(order: tuple[int, int], 
 
 
 def test_a_talk_that_would_cross_the_turn_of_a_longrope_target_is_cut_or_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Target, "turn", 20)
+    monkeypatch.setattr(Target, "rope_switch", 20)
     long = [Question(1, "a", "a", ["the cat sat on the mat " * 3])]
     size = len(words().ask(long[0].turns, []))
     assert size <= 20 < size + NEW

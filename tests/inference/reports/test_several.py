@@ -198,7 +198,7 @@ def test_where_processes_share_the_target_too_little_memory_ends_the_run(monkeyp
     """One of them may be the only one with too little. The others would wait for it in their next pass."""
 
     def full(*_: Any, **how: Any) -> Any:
-        monkeypatch.setattr(Target, "shared", True)
+        monkeypatch.setattr(Target, "sharded", True)
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(Decoder, "timed_many", full)

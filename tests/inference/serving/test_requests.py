@@ -110,7 +110,7 @@ BAD: list[tuple[Any, int, str | None, str]] = [
     ({"stream": "yes"}, 400, "stream", "type bool"),
     ({"stream_options": {"a": 1}}, 400, "stream_options", "stream_options.a"),
     ({"maxtokens": 5}, 400, "maxtokens", "no such field"),
-    ({"messages": []}, 400, "messages", "no such field"),
+    ({"messages": []}, 400, "messages", "chats have messages, completions a prompt"),
     ({"model": "another"}, 404, "model", "only 'toy'"),
 ]  # fmt: skip
 EXTREME: list[dict[str, Any]] = [
@@ -132,7 +132,7 @@ BAD_CHATS: list[tuple[Any, int, str | None, str]] = [
     ({"messages": [{"role": "user", "content": "a\ud800"}]}, 400, "messages", "surrogate"),
     ({"messages": [{"role": "u" * 300, "content": "a"}]}, 400, "messages", "role is"),
     ({"messages": [{"role": "user", "content": "a", "x" * 300: 1}]}, 400, "messages", "not supported in a message"),
-    ({"prompt": "a"}, 400, "prompt", "no such field"),
+    ({"prompt": "a"}, 400, "prompt", "chats have messages, completions a prompt"),
     ({"echo": True}, 400, "echo", "nothing but false"),
     ({"tools": [{"type": "function"}]}, 400, "tools", "nothing but []"),
     ({"tool_choice": "required"}, 400, "tool_choice", 'nothing but "none" or "auto"'),
@@ -174,7 +174,8 @@ async def test_a_bad_request_is_told_why_and_harms_nobody() -> None:
             assert response.status == 400 and "headers" in (await response.json())["error"]["message"]
         for path, method, status in (("/v1/nothing", it.get, 404), (COMPLETIONS, it.get, 405), ("/health", it.post, 405)):
             async with method(path) as response:
-                assert response.status == status and (await response.json())["error"]["message"]
+                message = (await response.json())["error"]["message"]
+                assert response.status == status and message and ("this endpoint has /v1/chat/completions" in message) == (status == 404)
         for i, answer in enumerate(await asyncio.gather(*others)):
             assert answer["token_ids"] == plain(i)
         for extreme in EXTREME:

@@ -99,7 +99,7 @@ def test_a_conversation_goes_on_until_it_is_forgotten_or_full() -> None:
 def test_an_answer_ends_at_the_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a target whose rope has one: no sequence may cross it."""
     prompt = asking(tokenizer(), [{"role": "user", "content": "Hi"}])
-    monkeypatch.setattr(Target, "turn", len(prompt) + 3)
+    monkeypatch.setattr(Target, "rope_switch", len(prompt) + 3)
     _, prompts, lines = talk(["Hi"])
     assert prompts == [prompt] and lines[-1].startswith("3 tokens, ")
 
@@ -161,6 +161,24 @@ def test_bytes_that_are_no_characters_end_no_conversation(monkeypatch: pytest.Mo
     said = raw.getvalue().decode("ascii")
     assert "surrogate" in said and "300" in said and said.count("accepted length") == 2 and len(told) == 2 and "?" in said
     assert told[1].endswith("u:so\na:")
+
+
+def test_the_same_question_gets_another_sample(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second conversation, which is asked the same, gets the same answers."""
+    auto: Any = OmegaConf.to_container(OmegaConf.load(Path(chat.__file__).parents[2] / "conf" / "decode" / "auto.yaml"))
+    prompt, seeds = asking(tokenizer(), [{"role": "user", "content": "Hi"}]), list[int]()
+    monkeypatch.setattr(chat, "open_target", lambda *_, **__: target())
+    monkeypatch.setattr(settings, "open_speculator", lambda *_: drafter())
+    monkeypatch.setattr(Decoder, "generate", lambda *_, sampling, **__: seeds.append(sampling.seed))
+    monkeypatch.setattr(chat, "chat", lambda target, decode, **_: [decode(prompt, new_tokens=NEW) for _ in range(3)])
+    for _ in range(2):
+        chat.main({"decode": auto | {"seed": 5}, "target": {}, "speculator": "x", "temperature": 1.0, "new_tokens": NEW, "max_length": 120})
+    assert seeds == [5, 6, 7, 5, 6, 7] and capsys.readouterr().out.count(chat.MEASURES) == 2
+
+
+def test_help_is_no_question() -> None:
+    shown, asked, _ = talk(["/help"])
+    assert shown.count(chat.KEYS) == 2 and not asked
 
 
 @pytest.mark.parametrize(("plan", "kind", "guesses", "words"), [
