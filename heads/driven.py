@@ -6,9 +6,10 @@ names our function, which finds the rule in a thread-local variable. So a rule t
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,6 +38,17 @@ def alone(config: Any) -> threading.RLock:
         lock = _LOCKS.setdefault(id(config), threading.RLock())
         weakref.finalize(config, _LOCKS.pop, id(config), None)
     return lock
+
+
+def in_turn(loop: Callable[..., Any]) -> Callable[..., Any]:
+    """``loop``, a function of a model, in which threads that use one model take turns: they share its decoder and its attention."""
+
+    @functools.wraps(loop)  # transformers looks at its arguments
+    def locked(model: Any, *args: Any, **kwargs: Any) -> Any:
+        with alone(model.config):
+            return loop(model, *args, **kwargs)
+
+    return locked
 
 
 @contextmanager

@@ -10,8 +10,6 @@ Shape suffixes: B sequences, T tokens of the padded prompts.
 from __future__ import annotations
 
 import copy
-import functools
-import inspect
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +20,7 @@ from torch import Tensor
 
 from headstart.heads import hub
 from headstart.heads.base import Drafter
-from headstart.heads.driven import alone
+from headstart.heads.driven import in_turn
 from headstart.heads.errors import UserError, warn_once
 from headstart.inference.decoding.auto import WORTH
 from headstart.inference.decoding.decoder import Decoder
@@ -33,7 +31,18 @@ from headstart.inference.decoding.propose import Proposer
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.proposers.elsewhere import Elsewhere
-from headstart.inference.serving.hf_asked import Ends, check_fields, check_prepared, ends_of, process_of, prompts_of, samplings, split
+from headstart.inference.serving.hf_asked import (
+    Ends,
+    check_caller,
+    check_fields,
+    check_prepared,
+    ends_of,
+    padded,
+    process_of,
+    prompts_of,
+    samplings,
+    split,
+)  # fmt: skip
 from headstart.inference.speculator import open_speculator
 
 Guesser = Drafter | Proposer | str | Path | None
@@ -103,12 +112,12 @@ def speculate(drafter: Guesser, *, policy: Policy = None, tokenizer: Any = None,
         raise UserError(f'policy is None, "tuned" or a TreePolicy (headstart.inference.decoding.policy), found {policy!r}')
     own = _Kept()
 
-    @_in_turn
+    @in_turn
     @torch.no_grad()
     def loop(model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **prepared: Any) -> Any:
         nonlocal own
         check_fields(vars(generation_config))
-        _check_caller(model)
+        check_caller(model)
         check_prepared(prepared)
         ends, length, sampled = ends_of(stopping_criteria), input_ids.shape[1], bool(generation_config.do_sample)
         processors, settings = split(logits_processor, sampled, ends.stop, length)
@@ -137,7 +146,7 @@ def speculate(drafter: Guesser, *, policy: Policy = None, tokenizer: Any = None,
                 streamer.end()
         last = max(sequence.end or sequence.count for sequence in growing)
         said = [sequence.new(last if sequence.goes_on else sequence.end) for sequence in growing]
-        sequences = torch.cat([input_ids, _padded(said, generation_config._pad_token_tensor).to(input_ids.device)], 1)
+        sequences = torch.cat([input_ids, padded(said, generation_config._pad_token_tensor).to(input_ids.device)], 1)
         if not generation_config.return_dict_in_generate:
             return sequences
         from transformers.generation import GenerateDecoderOnlyOutput
@@ -145,17 +154,6 @@ def speculate(drafter: Guesser, *, policy: Policy = None, tokenizer: Any = None,
         return GenerateDecoderOnlyOutput(sequences=sequences)
 
     return loop
-
-
-def _in_turn(loop: Callable[..., Any]) -> Callable[..., Any]:
-    """``loop``, in which threads that use one model take turns, because they share its decoder, its engine and its attention."""
-
-    @functools.wraps(loop)  # transformers looks at its arguments
-    def locked(model: Any, *args: Any, **kwargs: Any) -> Any:
-        with alone(model.config):
-            return loop(model, *args, **kwargs)
-
-    return locked
 
 
 class _Kept:
@@ -238,17 +236,6 @@ def _open(drafter: Guesser, model: Any, tokenizer: Any, policy: Policy) -> Decod
     return Decoder(target, drafter, tree)
 
 
-def _check_caller(model: Any) -> None:
-    """Raises UserError if ``model.generate`` was given a streamer or an assistant, which it does not pass on. Its frame is searched."""
-    frame = inspect.currentframe()
-    while frame is not None and not (frame.f_code.co_name == "generate" and frame.f_locals.get("self") is model):
-        frame = frame.f_back
-    if frame is not None and frame.f_locals.get("streamer") is not None:
-        raise UserError("streamer: transformers does not hand it to a drafter: give it as speculate(drafter, streamer=streamer)")
-    if frame is not None and frame.f_locals.get("assistant_model") is not None:
-        raise UserError("assistant_model cannot be combined with a drafter: leave it out")
-
-
 class _Over(Exception):
     """Raised when a stopping criterion holds."""
 
@@ -303,15 +290,3 @@ def _together(decoder: Decoder, prompts: list[list[int]], growing: list[_Growing
             if all(row.done or (sequence.end and sequence.count >= last) for row, sequence in zip(rows, growing, strict=True)):
                 return
             engine.step()
-
-
-def _padded(said: list[list[int]], pad: Tensor | None) -> Tensor:
-    """The new tokens as one tensor, int64 [B, longest], padded on the right. ``pad``: the pad token that transformers prepared: the
-    config's own, or else its first end token; None: there is neither.
-
-    Raises UserError where padding is needed and ``pad`` is None.
-    """
-    longest, fill = max(map(len, said)), [] if pad is None else [int(pad)]
-    if not fill and any(len(row) < longest for row in said):
-        raise UserError("the sequences end at different lengths: give pad_token_id")
-    return torch.tensor([row + fill * (longest - len(row)) for row in said], dtype=torch.int64)

@@ -1,4 +1,5 @@
-"""Reads a call of ``model.generate`` as transformers hands it over, and makes prompts, sampling settings and stopping conditions of it.
+"""Reads a call of ``model.generate`` as transformers hands it over, and makes prompts, sampling settings and stopping conditions of it; and
+what is returned.
 
 A field, a processor or an argument that would change the output and is not supported is refused by the user's name for it; none is
 ignored silently.
@@ -8,6 +9,7 @@ Shape suffixes: B sequences, T tokens of the padded prompts, X rows, V vocabular
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -176,3 +178,26 @@ def process_of(processors: Sequence[Any], padding_T: Tensor, b: int) -> Process:
         return scores_XV
 
     return process
+
+
+def check_caller(model: Any) -> None:
+    """Raises UserError if ``model.generate`` was given a streamer or an assistant, which it does not pass on. Its frame is searched."""
+    frame = inspect.currentframe()
+    while frame is not None and not (frame.f_code.co_name == "generate" and frame.f_locals.get("self") is model):
+        frame = frame.f_back
+    if frame is not None and frame.f_locals.get("streamer") is not None:
+        raise UserError("streamer: transformers does not hand it to a drafter: give it as speculate(drafter, streamer=streamer)")
+    if frame is not None and frame.f_locals.get("assistant_model") is not None:
+        raise UserError("assistant_model cannot be combined with a drafter: leave it out")
+
+
+def padded(said: list[list[int]], pad: Tensor | None) -> Tensor:
+    """The new tokens as one tensor, int64 [B, longest], padded on the right. ``pad``: the pad token that transformers prepared: the
+    config's own, or else its first end token; None: there is neither.
+
+    Raises UserError where padding is needed and ``pad`` is None.
+    """
+    longest, fill = max(map(len, said)), [] if pad is None else [int(pad)]
+    if not fill and any(len(row) < longest for row in said):
+        raise UserError("the sequences end at different lengths: give pad_token_id")
+    return torch.tensor([row + fill * (longest - len(row)) for row in said], dtype=torch.int64)
