@@ -285,6 +285,7 @@ def seen_rows(seen_BV: Tensor, root_B: Tensor, tree: Tree) -> Tensor:
     """Which tokens the text up to each row contains, bool [B, R, V]: those of ``seen_BV``, of the root row and of the row's path."""
     rows_BRR = tree.rows()
     tokens_BR = torch.cat([root_B[:, None], tree.tokens_BN], 1)
-    here_BRV = torch.zeros(*rows_BRR.shape[:2], seen_BV.shape[1], dtype=torch.int8, device=seen_BV.device)
-    here_BRV.scatter_add_(2, tokens_BR[:, None].expand_as(rows_BRR), rows_BRR.to(torch.int8))
+    # int16: int8 would overflow where a path repeats a token more than 127 times
+    here_BRV = torch.zeros(*rows_BRR.shape[:2], seen_BV.shape[1], dtype=torch.int16, device=seen_BV.device)
+    here_BRV.scatter_add_(2, tokens_BR[:, None].expand_as(rows_BRR), rows_BRR.to(torch.int16))
     return (here_BRV > 0) | seen_BV[:, None]

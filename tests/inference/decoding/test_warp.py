@@ -112,6 +112,13 @@ def test_what_a_row_has_seen_equals_a_naive_loop(batch: list[list[int]], random:
             assert set(found[b, row].nonzero()[:, 0].tolist()) == seen
 
 
+@pytest.mark.parametrize("times", [127, 128, 256, 500])
+def test_a_token_that_a_path_repeats_many_times_was_seen(times: int) -> None:
+    tree = Tree.of([1] * times, range(-1, times - 1))
+    found = seen_rows(torch.zeros(1, V, dtype=torch.bool), torch.tensor([0]), tree)
+    assert found[0, 1:, :2].all() and found[0, 0].nonzero().tolist() == [[0]] and not found[..., 2:].any()
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
