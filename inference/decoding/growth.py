@@ -127,7 +127,6 @@ def _grow_chain(
         tree.q_BRV = torch.cat([*q, torch.zeros_like(q[0])], 1)
         if warp.greedy:  # q is zero at rows of greedy sequences, which draw nothing
             tree.q_BRV = tree.q_BRV * F.pad(tree.drawn_BN, (0, 1))[..., None]
-        tree.draws = 1
     return tree
 
 

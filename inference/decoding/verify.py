@@ -96,17 +96,14 @@ def _walk(tree: Tree, p_BRV: Tensor, rng: CounterRNG, hasty: bool, next_q: Calla
                     q_BV = torch.where(refused_B1, next_q(q_BV, x_B), q_BV)
         draws_B = going_B & (next_B < 0)
         drawn_B = rng.draws(torch.where(draws_B[:, None], p_BV, 0.0)[:, None], slot)[:, 0, 0]
+        token_B = torch.where(draws_B, drawn_B, token_B)  # where a child holds it, the walk goes on and draws a later one
         if depth == tree.depth:
-            token_B = torch.where(draws_B, drawn_B, token_B)
             break
         found_BN = child_BN & (tree.tokens_BN == drawn_B[:, None])
         if tree.drawn_BN is not None:
             found_BN = found_BN & ~tree.drawn_BN
-        found_B = draws_B & found_BN.any(1)
-        next_B = torch.where(found_B, found_BN.int().argmax(1), next_B)
-        token_B = torch.where(draws_B & ~found_B, drawn_B, token_B)
-        going_B = going_B & (next_B >= 0)
-        row_B = torch.where(going_B, next_B + 1, 0)
+        next_B = torch.where(draws_B & found_BN.any(1), found_BN.int().argmax(1), next_B)
+        going_B, row_B = next_B >= 0, next_B + 1  # a walk that has ended accepts no more: -1, and the root row
         rows_BA[:, depth + 1] = row_B
         count_B = count_B + going_B
         if hasty and not bool(going_B.any()):
