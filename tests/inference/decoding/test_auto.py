@@ -21,7 +21,7 @@ from torch import Tensor
 from headstart.heads import hub
 from headstart.heads.base import Drafter
 from headstart.inference.decoding import auto, decode, engine, rounds
-from headstart.inference.decoding.auto import CREDIT, LEANS, LOSS, PRIOR, WEIGHT, AcceptanceByDepth, Auto, Pace, Past, known_of
+from headstart.inference.decoding.auto import CREDIT, LEANS, LOSS, PRIOR, SURE, WEIGHT, AcceptanceByDepth, Auto, Pace, Past, known_of
 from headstart.inference.decoding.decode import Generation, generate
 from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.policy import AUTO, TreePolicy, costs_as, shapes_of
@@ -204,18 +204,32 @@ def test_a_tree_tells_what_its_first_children_would_have_got() -> None:
     assert past.chain.seen == [auto.FADE] * 3
 
 
-def test_expected_tokens_by_hand() -> None:
+@pytest.mark.parametrize(("prior", "known", "weight"), [((), PRIOR * 3, WEIGHT), ((0.9, 0.6), [0.9, 0.6, 0.6], SURE)])
+def test_expected_tokens_by_hand(prior: tuple[float, ...], known: list[float], weight: float) -> None:
+    """Where the drafter's acceptance was measured, and where it was not. Trees are guessed from chains until some were seen."""
     seen = AcceptanceByDepth()
     seen.learn(3, 3)
     seen.learn(3, 1)
     fade = auto.FADE
     right, asked = [1 + fade, fade, 1], [1 + fade, 1 + fade, 1]  # the third once: the other round ended before it
-    of_all = (sum(right) + WEIGHT * PRIOR[0]) / (sum(asked) + WEIGHT)
-    first, second, third = ((r + LEANS * of_all) / (n + LEANS) for r, n in zip(right, asked, strict=True))
+    mean = sum(known) / 3
+    of_all = (sum(right) + weight * mean) / (sum(asked) + weight)
+    scaled = [1 - (1 - p) * (1 - of_all) / (1 - mean) for p in known]
+    rates = [(r + LEANS * p) / (n + LEANS) for r, n, p in zip(right, asked, scaled, strict=True)]
     past = Past(chain=seen)
-    shapes = [TreePolicy("chain", depth=d) for d in (1, 2, 3)]
-    expected = [1 + first, 1 + first + first * second, 1 + first + first * second + first * second * third]
-    assert past.taus(shapes) == pytest.approx(expected)
+    for kind, (first, second, third) in (("chain", rates), ("dynamic", [1 - auto.BRANCHES * (1 - x) for x in rates])):
+        expected = [1 + first, 1 + first + first * second, 1 + first + first * second + first * second * third]
+        assert past.taus([TreePolicy(kind, depth=d) for d in (1, 2, 3)], prior) == pytest.approx(expected)
+
+
+def test_shares_beyond_what_a_drafter_can_do_are_not_expected() -> None:
+    """Of a drafter whose guesses were always right; and of one whose deeper guesses were often wrong, and now the first ones are."""
+    shapes, past = [TreePolicy("chain", depth=d) for d in (1, 2, 3)], Past()
+    assert past.taus(shapes, [1.0]) == [2.0, 3.0, 4.0]
+    for _ in range(200):
+        past.learn(True, 3, 0)
+    taus = past.taus(shapes, [0.99, 0.1])
+    assert 1 < taus[0] <= taus[1] <= taus[2]
 
 
 def test_chains_that_were_not_measured_lie_on_lines() -> None:
@@ -330,6 +344,22 @@ def test_where_nothing_gains_no_prompt_is_read_for_a_try() -> None:
         Pace().choose(Auto(shapes, [1.45], [0.5]), [Past()]) is not None
         and Pace(credit=0.0).choose(Auto(shapes, [1.45], [0.5]), [Past()]) is None
     ), "a gain within the noise is none"
+
+
+def test_less_is_risked_for_a_drafter_that_was_measured() -> None:
+    shapes = [TreePolicy("chain", depth=1)]  # a try costs 2.5 plain rounds and yields 1.65 tokens
+    assert Pace().choose(Auto(shapes, [2.5]), [Past()]) is not None
+    assert Pace().choose(Auto(shapes, [2.5], PRIOR), [Past()]) is None
+
+
+@pytest.mark.parametrize(("kind", "soon"), [(None, False), (True, True), (False, True)])
+def test_the_choice_comes_again_soon_where_guesses_were_seen(kind: bool | None, soon: bool) -> None:
+    """They fade, so that the next choice may be another one. Where none was seen, only the credit changes."""
+    pace, past = Pace(credit=0.0), Past()
+    if kind is not None:
+        past.learn(kind, 1, 0)
+    assert pace.choose(Auto([TreePolicy("chain", depth=1)], [9.0]), [Past(), past]) is None
+    assert pace.resting == (auto.PATIENCE - 1 if soon else auto.MOST) and (pace.closed > auto.MOST) != soon
 
 
 @pytest.mark.parametrize("new_tokens", [20, 60, 100, 140])
