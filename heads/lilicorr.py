@@ -214,7 +214,7 @@ class Lilicorr(Dflash, without=("draft_vocab",)):
         again = torch.is_grad_enabled() and slots_NSD.requires_grad
         listed = checkpoint(self._candidates, slots_NSD, head_VD, use_reentrant=False, preserve_rng_state=False) if again else None
         log_p_NSC, ids_NSC = listed or self._candidates(slots_NSD, head_VD)
-        embeds_NSCD = self.ends.embed(ids_NSC).detach().to(slots_NSD.dtype)
+        embeds_NSCD = self.ends.embed(ids_NSC).to(slots_NSD.dtype)
         cosines = self.lilicorr(embeds_NSCD, log_p_NSC, slots_NSD, z_ND, self.vector_eps)
         first_NC, pairs_NX = ((self.logit_scale * x).flatten(1).to(slots_NSD.dtype) for x in cosines)
         ids_NSX, known_N1 = in_digits(ids_NSC, slots_NSD.dtype), torch.ones_like(first_NC[:, :1])

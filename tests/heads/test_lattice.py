@@ -22,8 +22,9 @@ from headstart.heads.errors import UserError
 from headstart.heads.lilicorr import Correlator
 from headstart.heads.memory import Memory
 from headstart.heads.unembedding import in_digits, of_digits
+from headstart.heads.unroll import unroll
 from headstart.heads.visibility import CausalSees
-from tests.drafters import fresh, make, random_tokens, roots_of
+from tests.drafters import fresh, judged, make, random_tokens, roots_of
 from tests.tiny_targets import tiny_target
 
 TARGET, MASK = functools.cache(tiny_target), 95
@@ -167,13 +168,27 @@ def test_a_token_that_was_no_candidate_is_noted(tmp_path: Path) -> None:
     drafter, n, sees, memory = opened(tmp_path / "s"), 9, CausalSees(9, 9), Memory()
     every = roots_of(TARGET(), drafter, torch.tensor([random_tokens(16, 6)]))
     draft = drafter.begin(every[:n], memory, sees, torch.tensor([[n - 1]]))
-    ids = of_block(tmp_path / "s", drafter, every[:n].states, draft).ids
+    lattice = of_block(tmp_path / "s", drafter, every[:n].states, draft)
+    ids = lattice.ids
     strange = next(i for i in range(96) if i not in ids[1])
     known = []
     for d, token in ((2, int(ids[0, 3])), (3, strange), (4, int(ids[2, 0]))):
         draft = drafter.step(d, torch.tensor([[token]]), draft, torch.tensor([[n + d - 2]]), memory, sees)
-        known.append(drafter.unembedding(d).parts(draft.hidden_BNH)[2].item())
+        unembedding = drafter.unembedding(d)
+        known.append(unembedding.parts(draft.hidden_BNH)[2].item())
+        found = unembedding.logits(draft.hidden_BNH)[0, 0].double()
+        torch.testing.assert_close(found, lattice.logits(d, token, 96), rtol=0, atol=2e-5)
     assert known == [1.0, 0.0, 0.0]
+
+
+@torch.no_grad()
+def test_one_candidate_is_the_backbones_likeliest_token() -> None:
+    drafter = make("lilicorr", TARGET(), **SMALL | dict(candidates=1))
+    for d, draft in enumerate(unroll(drafter, roots_of(TARGET(), drafter, torch.tensor([random_tokens(9, 6)])), None, 4), start=1):
+        logits = drafter.unembedding(d).logits(draft.hidden_BNH)
+        listed = logits > -torch.inf  # nor is the score NaN
+        assert torch.equal(listed.sum(-1), torch.ones(1, 9, dtype=torch.int64))
+        assert torch.equal(listed.int().argmax(-1), judged(drafter, d, draft.hidden_BNH).argmax(-1))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -226,6 +241,7 @@ def test_what_cannot_be_is_refused() -> None:
         (dict(candidates=32), r"head\.candidates=32: engines take"),
         (dict(width=26), r"head\.width=26 must be a multiple of head\.lattice_heads=4"),
         (dict(vector_eps=0.5), r"head\.vector_eps=0\.5 must be"),
+        (dict(vector_eps=0.0), r"head\.vector_eps=0\.0 must be"),
         (dict(logit_scale=0.0), r"head\.logit_scale=0\.0 and"),
         (dict(lattice_mlp=-1.0), r"head\.lattice_mlp=-1\.0, "),
         (dict(conv_taps=2), r"head\.conv_taps=2 and head\.conv_group=None: set both or none"),
