@@ -222,6 +222,28 @@ def test_guesses_deeper_than_the_heads_are_refused() -> None:
         fresh("mlp_speculator", TARGET().shape, guesses=1)
 
 
+@torch.no_grad()
+def test_noise_on_the_states_of_eagle1_is_uniform_and_for_training_alone() -> None:
+    """U(-0.2, 0.2) on what stands beside the token (2401.15077, section 4.1)."""
+    drafter: Any = make("eagle1", TARGET())
+    drafter.noise = 0.2
+    roots, read = roots_of(TARGET(), drafter, torch.tensor([random_tokens(60, 1)])), list[Tensor]()
+    drafter.fc.register_forward_hook(lambda layer, args, out: read.append(args[0][..., 32:]))
+
+    def added() -> Tensor:
+        unroll(drafter, roots, None, 1)
+        return read.pop() - roots.states[6]
+
+    assert not added().any()
+    drafter.train()
+    noise = added().flatten()
+    assert 0.19 < noise.max() < 0.2 + 1e-5 and -0.2 - 1e-5 < noise.min() < -0.19
+    assert abs(noise.mean()) < 0.01 and abs(noise.std() - 0.2 / 3**0.5) < 0.005
+    assert not torch.equal(added().flatten(), noise), "the same numbers again"
+    drafter.noise = 0.0
+    assert not added().any()
+
+
 # ---- folders ----
 
 

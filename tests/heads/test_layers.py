@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from headstart.heads import chain_attention
 from headstart.heads.errors import UserError
 from headstart.heads.layers import RMSNorm, Rope, rotate
 from headstart.heads.memory import AsCache, Memory, Slots
@@ -20,8 +21,9 @@ def documents(kind: str, batch: int, length: int) -> torch.Tensor | None:
 
 
 @pytest.mark.parametrize("kind", ["none", "one", "packed"])
-@pytest.mark.parametrize("depth", [1, 4])
-def test_closed_form_equals_dense_mask_with_gradients(kind: str, depth: int) -> None:
+@pytest.mark.parametrize(("depth", "rows"), [(1, 128), (4, 128), (4, 16)])  # rows that a CPU multiplies at a time: all, or three times some
+def test_closed_form_equals_dense_mask_with_gradients(kind: str, depth: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chain_attention, "ROWS", rows)
     torch.manual_seed(0)
     B, h, g, T, d = 2, 4, 2, 37, 16
 
@@ -130,6 +132,7 @@ def test_a_norm_is_in_the_dtype_of_what_it_norms(dtype: torch.dtype, monkeypatch
         {"rope_type": "default", "rope_theta": 10000.0},
         {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
          "original_max_position_embeddings": 64},
+        {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64},  # also scales cos and sin
     ],
 )  # fmt: skip
 def test_rope_equals_transformers(rope: dict) -> None:
@@ -146,3 +149,9 @@ def test_rope_equals_transformers(rope: dict) -> None:
 def test_heads_that_no_rotation_turns() -> None:
     with pytest.raises(UserError, match=r"heads have an odd size \(5\), which RoPE cannot turn"):
         Rope({}, 5, 64)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotations_that_change_with_the_length_are_refused(kind: str) -> None:
+    with pytest.raises(UserError, match=f"rope_type '{kind}' changes with the length"):
+        Rope({"rope_type": kind, "factor": 2.0}, 16, 64)
