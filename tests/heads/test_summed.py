@@ -44,10 +44,10 @@ def setting(head: str, dtype: torch.dtype) -> tuple[Drafter, Roots, Tensor]:
     return drafter.to(dtype), roots.to(dtype), documents
 
 
-def gradients(drafter: Drafter, roots: Roots, documents: Tensor, times: int = 1, detach: bool = False) -> dict[str, Tensor]:
+def gradients(drafter: Drafter, roots: Roots, documents: Tensor, times: int = 1, **how: bool) -> dict[str, Tensor]:
     """Of a sum over all drafts, whose weights are random."""
     drafter.zero_grad(set_to_none=True)
-    drafts = unroll(drafter, roots, documents, drafter.max_depth or 4, detach=detach)
+    drafts = unroll(drafter, roots, documents, drafter.max_depth or 4, **how)
     generator = torch.Generator().manual_seed(2)
     loss = sum((d.hidden_BNH * torch.randn(d.hidden_BNH.shape, generator=generator)).sum() for d in drafts)
     assert isinstance(loss, Tensor)
@@ -63,13 +63,19 @@ def plainly(monkeypatch: pytest.MonkeyPatch, *args: Any, **kwargs: Any) -> dict[
 
 
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("detach", [False, True])
-def test_they_are_the_same(head: str, detach: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", ["detach", "checkpointing", ""])
+def test_they_are_the_same(head: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under checkpointing autograd adds them, because depths are computed again outside the unroll."""
     drafter, roots, documents = setting(head, torch.float64)
-    detach = detach and drafter.unrolls and not drafter.anchors
-    right = plainly(monkeypatch, drafter, roots, documents, detach=detach)
-    found = gradients(drafter, roots, documents, detach=detach)
+    settings = {how: True} if how == "checkpointing" or (how and drafter.unrolls and not drafter.anchors) else {}
+    right = plainly(monkeypatch, drafter, roots, documents, **settings)
+    add, sums = summed._Gradient.add, list[Any]()
+    monkeypatch.setattr(summed._Gradient, "add", lambda self, *rows: sums.append(self) or add(self, *rows))
+    begin, calls = drafter.begin, list[Any]()
+    monkeypatch.setattr(drafter, "begin", lambda *args, **more: calls.append(args) or begin(*args, **more))
+    found = gradients(drafter, roots, documents, **settings)
     assert found.keys() == right.keys() and len(found) > 1
+    assert (len(calls), bool(sums)) == ((2, False) if how == "checkpointing" else (1, True))
     for name, x in right.items():
         torch.testing.assert_close(found[name], x, rtol=1e-10, atol=1e-12)
     assert not any("forward" in vars(m) for m in drafter.modules())
