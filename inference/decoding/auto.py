@@ -272,7 +272,7 @@ def auto_of_rounds(rounds: Any, kind: Any, warp: LogitsWarper, long: float | Non
             seconds.append(now() - start)
             put_back()
             wait_for(rounds.device)
-        return _settled(seconds[1:])  # without the first: first calls are slow
+        return _settled(seconds)
 
     prior = rounds.drafter.acceptance.get(warp.sampled, ())
     known[key] = Auto(shapes, _over_plain(shapes, block), prior)

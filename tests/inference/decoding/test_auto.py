@@ -201,7 +201,7 @@ def test_a_tree_tells_what_its_first_children_would_have_got() -> None:
     past.see(TreePolicy(depth=4, nodes=7), 3, tokens, parents, [7, 9, 4])
     assert past.tree == AcceptanceByDepth([1, 1, 1, 0], [1, 1, 1, 1]) and past.chain == AcceptanceByDepth([1, 1, 0], [1, 1, 1])
     past.see(None, 0, [], [], [])
-    assert past.chain.seen == [auto.FADE] * 3
+    assert past.chain.seen == [auto.FADE] * 3 and past.tree.seen == [auto.FADE] * 4
 
 
 @pytest.mark.parametrize(("prior", "known", "weight"), [((), PRIOR * 3, WEIGHT), ((0.9, 0.6), [0.9, 0.6, 0.6], SURE)])
@@ -274,7 +274,9 @@ def test_putting_sequences_back_is_no_part_of_a_round(monkeypatch: pytest.Monkey
     held = SimpleNamespace(target=target, drafter=drafter, rule="auto", device=device, snapshot=lambda: put_back, run=run)
     monkeypatch.setattr(auto, "clock_of", lambda target: lambda: clock[0])
     kind = rounds.Kind(1, 64, TreePolicy("auto", depth=4, nodes=1), tap=True, likely=0, hold=False)
+    drafter.acceptance = {False: [0.9, 0.8], True: [0.5]}
     found = auto.auto_of_rounds(held, kind, LogitsWarper.of([SamplingParams()]))
+    assert found.prior == [0.9, 0.8]
     assert dict(zip((shape.depth for shape in found.shapes), found.costs, strict=True)) == {d: 1.0 + d for d in (1, 2, 3, 4)}
 
 
@@ -302,20 +304,25 @@ def test_a_machine_that_slows_down_meanwhile_does_not_change_what_rounds_cost() 
 
 
 def test_what_others_run_beside_it_does_not_change_what_rounds_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do the first rounds of a turn, which are slow. The very first one tells what it costs the drafter to read a prompt."""
+
     class Clocks:
         thread_time, perf_counter = (staticmethod(lambda name=name: seconds[name]) for name in ("ran", "passed"))
 
     def generate(target: Any, proposer: Any, prompt: Any, *, on_tokens: Callable[[list[int]], None], **how: Any) -> None:
-        for _ in range(6):
-            took = 2.0 if proposer is None else 4.0
+        for i in range(12):
+            took = (2.0 if proposer is None else 4.0) * (3 if i < 6 else 1)
+            if i == 1 and proposer is not None:
+                took = 4.0 + 6.0 * len(prompt)
             seconds["ran"] += took
             seconds["passed"] += took + (0.0 if proposer is None else 20.0)  # a longer round has to leave its core to others
             on_tokens([1])
 
     seconds = {"ran": 0.0, "passed": 0.0}
-    monkeypatch.setattr(auto, "time", Clocks)
-    asked = TreePolicy("auto", depth=2, nodes=1)
-    assert auto.auto_of(asked, tiny_target(), Ngram(), SamplingParams(), generate).costs == [2.0, 2.0]
+    for name, value in (("time", Clocks), ("ROUNDS", 10), ("LONG", torch.inf)):
+        monkeypatch.setattr(auto, name, value)
+    found = auto.auto_of(TreePolicy("auto", depth=2, nodes=1), tiny_target(), Ngram(), SamplingParams(), generate)
+    assert found.costs == [2.0, 2.0] and found.reading == pytest.approx(3.0)
 
 
 def test_trees_are_measured_at_their_full_depth(monkeypatch: pytest.MonkeyPatch) -> None:
