@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from headstart.heads.errors import UserError
-from headstart.inference.decoding.counter_rng import CounterRNG
+from headstart.inference.decoding.counter_rng import SLOTS, CounterRNG
+from headstart.inference.decoding.growth import draw_children
 from headstart.inference.decoding.policy import AUTO, MOST_READS, TreePolicy, caterpillar, shapes_of
-from headstart.inference.decoding.sampling import SHARPER, SamplingParams
+from headstart.inference.decoding.sampling import SHARPER, LogitsWarper, SamplingParams
 from headstart.inference.decoding.tree import Tree
 from tests.inference.decoding.toys import ROOTS, ToyDrafter, drafting, grower, heap_size, prefixes
 from tests.inference.decoding.trees import validate
@@ -80,6 +81,7 @@ def test_a_caterpillar_is_a_chain_with_siblings_beside_its_first_guesses() -> No
         and {s.kind for s in cold} == {"chain", "dynamic"}
         and cool == cold
     )
+    assert [(tree.depth, tree.nodes) for tree in warm[-2:]] == [(3, 6), (8, 15)], "as many nodes a level"
     assert shapes_of(shape, "auto", 2) == [shape] and shapes_of(AUTO, "top_plus_one", 2) == cold
 
 
@@ -172,10 +174,17 @@ def test_the_deterministic_children_are_the_top_ones_and_the_drawn_one_is_anothe
         tree = drafting(drafter).propose(TreePolicy(depth=1, nodes=3, branch=3), CounterRNG.of(seed), SamplingParams(1.0))
         top, last = tree.tokens_BN[0, :2].tolist(), int(tree.tokens_BN[0, 2])
         assert top == [token for _, token in guesses(drafter, ())[:2]] and last not in top
-        assert tree.drawn_BN.tolist() == [[False, False, True]]
+        assert tree.drawn_BN.tolist() == [[False, False, True]] and tree.draws == 1  # verification tries as many children of each row
         q = drafter.logits_BPV[0, 0].softmax(-1)
         q[top] = 0
         assert torch.allclose(tree.q_BRV[0, 0], q / q.sum(), atol=1e-15) and not tree.q_BRV[0, 1:].any()
+
+
+def test_a_drawn_child_is_not_more_probable_than_its_parent() -> None:
+    """Rounded probabilities of a row may sum to more than 1. A tree cut by value would then keep a child without its parent."""
+    logits = torch.randn(1, 100, 50, generator=torch.Generator().manual_seed(0))
+    level = draw_children(LogitsWarper.of([SamplingParams(1.0)]), logits, 1, COLD, 1, "top_plus_one", value_BE=torch.zeros(1, 100))
+    assert bool((logits.softmax(-1).sum(-1) > 1).any()) and level.values_BEK is not None and bool((level.values_BEK <= 0).all())
 
 
 # ---------------------------------------------------------------- many sequences, and growth that looks
@@ -248,6 +257,7 @@ def test_at_most_and_reads() -> None:
     assert TreePolicy("fixed", paths=PATHS).at_most(2).paths == tuple(sorted((p for p in PATHS if len(p) < 3), key=lambda p: (len(p), p)))
     dynamic = TreePolicy(depth=6, expand=3)
     assert dynamic.at_most(9) is dynamic and dynamic.at_most(4).depth == 4 and dynamic.at_most(4).reads == 9
+    assert TreePolicy(depth=3, expand=MOST_READS // 2).reads == MOST_READS
     fixed = TreePolicy("fixed", paths=PATHS)
     assert (fixed.depth, fixed.nodes, fixed.branch, fixed.reads) == (4, 10, 3, 5)
 
@@ -260,6 +270,7 @@ def test_at_most_and_reads() -> None:
         ({"nodes": -1}, "nodes"),
         ({"branch": 2.5}, "branch"),
         ({"expand": 0}, "expand"),
+        ({"branch": SLOTS, "expand": 1}, f"branch must be below {SLOTS}"),
         ({"least": 1}, "least"),
         ({"kind": "fixed"}, "paths"),
         ({"paths": [(0,)]}, "paths"),
@@ -280,5 +291,8 @@ def test_a_rule_that_does_not_go_with_the_tree_is_refused() -> None:
         with pytest.raises(UserError, match=rule):
             drafting(toy(0)).propose(policy, COLD, SamplingParams(1.0, rule=rule))
         drafting(toy(0)).propose(policy, COLD, SamplingParams(0.0, rule=rule))  # all rules coincide at temperature 0
+    assert TreePolicy("auto", nodes=1).check("block") == "block"
+    with pytest.raises(UserError, match=r"with kind auto set nodes=1"):
+        TreePolicy("auto", nodes=2).check("block")
     with pytest.raises(UserError, match="knows 2 tokens"):
         drafting(toy(0, [1, 2])).propose(TreePolicy(branch=3), COLD, SamplingParams())

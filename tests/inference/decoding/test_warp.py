@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headstart.heads.errors import UserError
-from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
+from headstart.inference.decoding.sampling import WARM, LogitsWarper, SamplingParams, heat_of
 from headstart.inference.decoding.tree import Tree
 from headstart.inference.decoding.verify import seen_rows
 from tests.inference.decoding.test_tree import parent_lists
@@ -28,6 +29,7 @@ HOWS = [
     SamplingParams(0.7, top_k=1),
     SamplingParams(1.0, top_k=99, top_p=0.5),
     SamplingParams(1.0, top_p=1e-6),
+    SamplingParams(1.0, top_p=1e-9),  # in fp32, 1 - top_p is 1
     SamplingParams(1.0, min_p=0.2),
     SamplingParams(0.9, min_p=0.99),
     SamplingParams(0.8, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.3),
@@ -92,6 +94,13 @@ def test_a_warp_knows_what_it_can_leave_out() -> None:
         False,
         False,
     )  # top_k rounded up
+    assert warp.heat == 2 and [heat_of(x) for x in (0.0, 0.01, WARM - 0.01, WARM, 2.0)] == [0, 1, 1, 2, 2]
+
+
+def test_a_token_on_the_bound_of_min_p_is_kept() -> None:
+    logits, how = torch.tensor([[0.0, -math.log(2), -math.log(2), -1.0]], dtype=torch.float64), SamplingParams(0.5, min_p=0.25)
+    found = LogitsWarper.of([how]).target(logits[None])[0]
+    assert torch.equal(found > 0, transformers_law(logits, how, [[0]]) > 0) and (found > 0).tolist() == [[True, True, True, False]]
 
 
 @settings(max_examples=100, deadline=None)
@@ -130,6 +139,7 @@ def test_a_token_that_a_path_repeats_many_times_was_seen(times: int) -> None:
         {"min_p": -0.1},
         {"repetition_penalty": 0.0},
         {"temperature": float("nan")},
+        {"min_tokens": -1},
         {"rule": "nucleus"},
     ],
 )
