@@ -20,7 +20,7 @@ from headstart.inference.decoding.counter_rng import VERIFYING, CounterRNG
 from headstart.inference.decoding.policy import TreePolicy, caterpillar
 from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.tree import Tree
-from headstart.inference.decoding.verify import RULES, Rule, choose, choose_alone, greedy, rule_of, seen_rows, traversal_alone
+from headstart.inference.decoding.verify import RULES, Rule, choose, choose_alone, greedy, greedy_alone, rule_of, seen_rows, traversal_alone
 from tests.inference.decoding.test_tree import parent_lists
 from tests.inference.decoding.toys import ToyDrafter, grower, heap_size, outcomes, row_index, side_by_side, transformers_law
 from tests.inference.decoding.trees import validate
@@ -77,21 +77,22 @@ def law(world: Pair, sampling: SamplingParams, depth: int) -> Tensor:
 Mutation = Callable[[Tensor], Tensor]
 
 
+def verified(rule: str, tree: Tree, p_BRV: Tensor, rng: CounterRNG, hasty: bool) -> tuple[list[int], int]:
+    """Accepted nodes and the target's token, as one sequence alone is verified, or by the operations of a batch."""
+    rule = rule_of(rule, tree)
+    if hasty and rule in ("block", "traversal"):
+        rows, token = traversal_alone(tree, p_BRV, rng)
+        return [row - 1 for row in rows[1:]], token
+    found = RULES[rule].verify(tree, p_BRV, rng, hasty)
+    return found.path(), int(found.token_B)
+
+
 def emitted_law(
     world: Pair, policy: TreePolicy, sampling: SamplingParams, wrong_p: Mutation | None = None, hasty: bool = False
 ) -> tuple[Tensor, float]:
     """Law of the tokens of one round, continued by the target where they are fewer; and the mean number accepted."""
     true, warp, grow = law(world, sampling, policy.depth), LogitsWarper.of([sampling]), grower(world.drafter)
     seen_1V = torch.zeros(1, world.V, dtype=torch.bool).index_fill_(1, torch.tensor(PROMPT), True)
-
-    def verdict(tree: Tree, p_BRV: Tensor, rng: CounterRNG) -> tuple[list[int], int]:
-        """Accepted nodes and the target's token, as one sequence alone is verified, or by the operations of a batch."""
-        rule = rule_of(sampling.rule, tree)
-        if hasty and rule in ("block", "traversal"):
-            rows, token = traversal_alone(tree, p_BRV, rng)
-            return [row - 1 for row in rows[1:]], token
-        found = RULES[rule].verify(tree, p_BRV, rng, hasty)
-        return found.path(), int(found.token_B)
 
     trees: dict[str, Tree] = {}  # many draws lead to the same one
     drafted: Counter[str] = Counter()
@@ -105,7 +106,7 @@ def emitted_law(
         if wrong_p is not None:
             p_BRV = wrong_p(p_BRV)
         tokens_N = tree.tokens_BN[0].tolist()
-        for weight, (nodes, token) in outcomes(lambda rng, t=tree, p=p_BRV: verdict(t, p, rng)):
+        for weight, (nodes, token) in outcomes(lambda rng, t=tree, p=p_BRV: verified(sampling.rule, t, p, rng, hasty)):
             tokens = (*(tokens_N[node] for node in nodes), token)
             emitted[tokens] += weight * drafted[key]  # type: ignore[assignment]
     return continued(emitted, true), sum(w * (len(tokens) - 1) for tokens, w in emitted.items())
@@ -207,6 +208,20 @@ def test_deterministic_trees_are_exact_under_every_rule(rule: str) -> None:
         alone = list(outcomes(lambda c, h=hasty: RULES[rule].verify(Tree.empty(), p_PV[None, :1], c, h)))
         assert all(v.path() == [] for _, v in alone)
         assert torch.allclose(torch.tensor([w for w, _ in alone], dtype=torch.float64), p_PV[0], atol=1e-12)
+
+
+@pytest.mark.parametrize("hasty", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_what_only_rounding_rejects_is_drawn_anew(rule: str, hasty: bool) -> None:
+    """The target's probabilities are the drafter's, but sum to a little less than 1: nothing is left of them."""
+    q_V, found = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64), Counter[int]()
+    for x in range(3):
+        tree = Tree.of([x], [-1])
+        tree.drawn_BN, tree.q_BRV = torch.ones(1, 1, dtype=torch.bool), torch.stack([q_V, torch.zeros(3, dtype=torch.float64)])[None]
+        p_1RV = torch.stack([0.999 * q_V, q_V])[None]
+        for weight, (path, token) in outcomes(lambda rng, t=tree, p=p_1RV: verified(rule, t, p, rng, hasty)):
+            found[x if path else token] += float(q_V[x]) * weight  # type: ignore[assignment]
+    assert [found[x] for x in range(3)] == pytest.approx(q_V.tolist(), abs=1e-12)
 
 
 # ---------------------------------------------------------------- the test has teeth
@@ -392,6 +407,8 @@ def test_greedy_equals_a_naive_walk(batch: list[list[int]], random: Any) -> None
         trees.append(Tree.of(tokens, parents))
         choices.append(choice)
         expected.append((path, choice[row]))
+    alone = [greedy_alone(tree, choice) for tree, choice in zip(trees, choices, strict=True)]
+    assert [([row - 1 for row in rows[1:]], token) for rows, token in alone] == expected
     tree = side_by_side(trees)
     choice_BR = torch.tensor(choices)[:, : len(tree) + 1]
     walked = torch.nn.functional.one_hot(choice_BR, 25).double()
