@@ -413,6 +413,7 @@ def test_what_a_folder_cannot_say_is_refused(tmp_path: Path) -> None:
         ("xpress", dict(mask_token=5, rank=8), r"head\.rank=8"),
         ("xpress", dict(mask_token=5, mlp_hidden=96), r"head\.mlp_hidden=96: engines take multiples of 64, with head\.mask_token"),
         ("dspark", dict(mask_token=5, taps=[2, 6]), r"engines read outputs of layers.*within 1\.\.5"),
+        ("dflash", dict(mask_token=5, taps=[0, 3]), r"engines read outputs of layers.*within 1\.\.5"),
     ]:
         with pytest.raises(UserError, match=message):
             fresh(name, shape, **wrong)

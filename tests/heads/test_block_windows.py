@@ -128,6 +128,7 @@ def test_what_cannot_be_is_refused() -> None:
         (dict(window=8, window_layers=[]), r"head\.window_layers=\[\] must ascend within 0\.\.1"),
         (dict(window=8, window_layers=[1, 0]), "must ascend"),
         (dict(window=8, window_layers=[2]), "must ascend"),
+        (dict(window=8, window_layers=[-1, 1]), "must ascend"),
     ]:
         with pytest.raises(UserError, match=message):
             fresh("dflash", TARGET().shape, layers=2, block=4, **wrong)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -392,6 +393,7 @@ def test_what_cannot_be_is_refused() -> None:
         ("dflash", dict(taps=[2, 9]), r"head\.taps \(2, 9\) must ascend within 0..6"),
         *((head, dict(taps=[]), r"head\.taps \(\) must ascend within 0..6") for head in ("dflash", "dflare", "eagle", "peagle")),
         ("jetspec", dict(taps=[3, 2]), r"head\.taps"),
+        ("dflash", dict(taps=[True, 3]), r"head\.taps must be a list of whole numbers or null"),
         ("peagle", dict(taps=[2, 9]), r"head\.taps"),
         ("dflash", dict(block=1), r"head\.block must be at least 2, found 1"),
         ("domino", dict(heads=3, kv_heads=2), r"head\.heads=3 must be a multiple"),
@@ -415,6 +417,17 @@ def test_the_slots_before_know_nothing_of_those_behind_where_causal() -> None:
         roots = roots_of(TARGET(), small(name), torch.tensor([random_tokens(9, 2)]))
         one, other = (unroll(small(name, block=n), roots, None, 1)[0].hidden_BNH for n in (2, 5))
         assert torch.allclose(one, other, atol=1e-5) == same
+
+
+@pytest.mark.parametrize("mask_token", [None, 95])
+@pytest.mark.parametrize("name", BACKBONE)
+def test_where_engines_leave_out_the_scale_of_logits_nothing_corrects_them(name: str, mask_token: int | None) -> None:
+    drafter, ends = fresh(name, TARGET().shape, **SMALL[name], mask_token=mask_token), replace(TARGET().ends, scaled=True)
+    if mask_token is not None and name not in ("dflash", "dflare", "jetspec"):
+        with pytest.raises(UserError, match=r"head\.mask_token: engines leave out the scale of this target's logits"):
+            drafter.attach(ends)
+    else:
+        drafter.attach(ends)
 
 
 def test_settings_are_handed_on_to_the_base() -> None:

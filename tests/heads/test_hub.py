@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -265,6 +266,27 @@ def test_the_shipped_drafter_carries_its_digests() -> None:
     config = json.loads((folder / "config.json").read_text())
     assert seal.digests(config, folder / "model.safetensors") == config["headstart"]["sha256"]
     assert hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest() == config["headstart"]["sha256"]["model.safetensors"]
+
+
+def test_a_vocabulary_has_one_digest_in_any_order() -> None:
+    """And what stands beside the vocabulary in a tokenizer changes the digest of kept tokens."""
+
+    def vocab(*tokens: tuple[str, int]) -> str:
+        return seal.tokenizer_sha(SimpleNamespace(get_vocab=lambda: dict(tokens)))
+
+    def whole(text: str, **special: str) -> str:
+        return seal.tokenizer_file_sha(SimpleNamespace(special_tokens_map=special, backend_tokenizer=SimpleNamespace(to_str=lambda: text)))
+
+    assert vocab(("a", 0), ("b", 1)) == vocab(("b", 1), ("a", 0)) != vocab(("a", 1), ("b", 0))
+    assert whole("{}", eos_token="a", bos_token="b") == whole("{}", bos_token="b", eos_token="a")
+    assert len({whole("{}"), whole("{ }"), whole("{}", eos_token="a"), whole("{}", eos_token="b")}) == 4
+
+
+def test_the_largest_block_loads_back(tmp_path: Path) -> None:
+    """Although no tensor of its folder confirms that size."""
+    drafter = make("dflash", TARGET(), layers=1, block=hub.MOST)
+    hub.save(drafter, tmp_path / "s", CARD, torch.float32)
+    assert hub.load(tmp_path / "s", TARGET().shape, CARD).config == drafter.config
 
 
 def test_a_card_that_identifies_nothing_is_not_saved(tmp_path: Path) -> None:
