@@ -39,7 +39,7 @@ def spread_taps(target_layers: int, count: int) -> list[int]:
     """
     first, last = min(2, target_layers), max(target_layers - 2, min(2, target_layers))
     if count == 1:
-        return [min(target_layers // 2 + 1, target_layers)]
+        return [target_layers // 2 + 1]
     return sorted({round(first + i * (last - first) / (count - 1)) for i in range(count)})
 
 

@@ -136,7 +136,7 @@ class Correlator(nn.Module):
     def _features(self, log_p_NSC: Tensor) -> Tensor:
         rank_C = torch.arange(self.candidates, device=log_p_NSC.device, dtype=log_p_NSC.dtype)
         ranks = [rank_C / max(self.candidates - 1, 1), (rank_C == 0).to(rank_C.dtype)]
-        soft = [log_p_NSC, log_p_NSC.exp(), log_p_NSC - log_p_NSC.amax(-1, keepdim=True)]
+        soft = [log_p_NSC, log_p_NSC.exp(), log_p_NSC - log_p_NSC[..., :1]]
         return torch.stack([*soft, *(x.expand_as(log_p_NSC) for x in ranks)], dim=-1)
 
     def _bias(self) -> Tensor:

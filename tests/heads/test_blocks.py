@@ -261,6 +261,14 @@ def test_parallel_eagle_is_its_definition(t: int) -> None:
 
 
 @torch.no_grad()
+def test_parallel_eagle_of_depth_1_says_what_a_deeper_one_says_first() -> None:
+    deep, roots, *_ = case("peagle")
+    one = small("peagle", depth=1)
+    one.load_state_dict(deep.state_dict())
+    torch.testing.assert_close(unroll(one, roots, None, 1)[0].hidden_BNH, unroll(deep, roots, None, 4)[0].hidden_BNH, **EXACT)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("name", BLOCKS)
 def test_asked_roots_are_the_same_as_all_of_them(name: str) -> None:
     """Anchors in any order, twice, near borders of documents; and more roots than are multiplied at a time."""

@@ -207,6 +207,12 @@ def test_a_trimmed_head_has_fewer_rows_and_is_saved_as_such(head: str, tmp_path:
 
 
 @pytest.mark.parametrize("head", TRIMMABLE)
+def test_a_list_of_all_tokens_trims_nothing(head: str) -> None:
+    whole, listed = (fresh(head, TARGET().shape, draft_vocab=ids).state_dict() for ids in (None, list(range(96))))
+    assert {name: x.shape for name, x in listed.items()} == {name: x.shape for name, x in whole.items()}
+
+
+@pytest.mark.parametrize("head", TRIMMABLE)
 @pytest.mark.parametrize("wrong", [list(range(97)), [3, 2], [-1, 5], [96]])
 def test_a_vocabulary_that_the_target_does_not_have_is_refused(head: str, wrong: list[int]) -> None:
     with pytest.raises(UserError, match="the draft vocabulary must be"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -244,10 +245,16 @@ def test_what_cannot_be_is_refused() -> None:
         (dict(vector_eps=0.0), r"head\.vector_eps=0\.0 must be"),
         (dict(logit_scale=0.0), r"head\.logit_scale=0\.0 and"),
         (dict(lattice_mlp=-1.0), r"head\.lattice_mlp=-1\.0, "),
+        (dict(lattice_mlp=0.01), r"head\.lattice_mlp=0\.01, .* at least one number wide"),
         (dict(conv_taps=2), r"head\.conv_taps=2 and head\.conv_group=None: set both or none"),
         (dict(conv_taps=2, conv_group=5), r"head\.conv_group must divide the target's hidden size 32, found 5"),
         (dict(draft_vocab=[1, 2]), "has no setting 'draft_vocab'"),
     ]:
         with pytest.raises(UserError, match=message):
             fresh("lilicorr", shape, **SMALL | wrong)
-    assert fresh("lilicorr", shape, **SMALL | dict(mask_token=None, candidates=12)).format == "native"
+    native: Any = fresh("lilicorr", shape, **SMALL | dict(mask_token=None, candidates=12))
+    listing_all: Any = fresh("lilicorr", shape, **SMALL | dict(mask_token=None, candidates=96, width=None))
+    with torch.device("meta"):
+        large: Any = fresh("lilicorr", replace(shape, hidden_size=2048), **SMALL | dict(width=None))
+    assert native.format == "native" and listing_all.candidates == 96
+    assert (listing_all.width, large.width) == (32, 1024), "as wide as the target, at most as published"
