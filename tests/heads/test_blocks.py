@@ -18,6 +18,7 @@ from torch import Tensor
 from headstart.heads import hub
 from headstart.heads.base import Draft, Drafter, Roots
 from headstart.heads.dflash import spread_taps
+from headstart.heads.eagle import default_taps
 from headstart.heads.errors import UserError
 from headstart.heads.memory import Beside, Memory, Slots
 from headstart.heads.unroll import unroll
@@ -393,6 +394,7 @@ def test_taps_are_the_published_ones() -> None:
     """As z-lab's folders name them (outputs of layers counted from 0): one less."""
     assert [k - 1 for k in spread_taps(36, 5)] == [1, 9, 17, 25, 33]
     assert [k - 1 for k in spread_taps(32, 1)] == [16]
+    assert [default_taps(layers) for layers in (36, 7, 2, 1)] == [[2, 18, 33], [2, 3, 4], [0, 1], [0]]  # EAGLE-3's, as engines count
 
 
 def test_what_cannot_be_is_refused() -> None:
@@ -401,6 +403,7 @@ def test_what_cannot_be_is_refused() -> None:
         ("dflash", dict(taps=[2, 9]), r"head\.taps \(2, 9\) must ascend within 0..6"),
         *((head, dict(taps=[]), r"head\.taps \(\) must ascend within 0..6") for head in ("dflash", "dflare", "eagle", "peagle")),
         ("jetspec", dict(taps=[3, 2]), r"head\.taps"),
+        ("eagle", dict(fc_norm=True, norm_before_fc=True), r"head\.norm_before_fc is one norm .* add head\.fc_norm=false"),
         ("dflash", dict(taps=[True, 3]), r"head\.taps must be a list of whole numbers or null"),
         ("peagle", dict(taps=[2, 9]), r"head\.taps"),
         ("dflash", dict(block=1), r"head\.block must be at least 2, found 1"),

@@ -119,6 +119,18 @@ def test_another_scale_of_the_scores() -> None:
     torch.testing.assert_close(found, sees.attend(q[1] * 0.7 * D**0.5, segments), rtol=0, atol=1e-12)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("kv_heads", [G, H])
+@pytest.mark.parametrize("rows", [3, KEPT + 6])
+def test_another_scale_of_the_scores_under_every_rule(rows: int, kv_heads: int) -> None:
+    torch.manual_seed(0)
+    seen = torch.ones(1, rows, rows + 30, dtype=torch.bool).tril(30)
+    every: list[tuple[int, Sees]] = [(0, CausalSees(rows, rows)), (30, CausalSees(rows, rows + 30)), (30, LaterSees([30], rows))]
+    for before, sees in [*every, (30, MaskSees(seen))]:
+        q, k, v = torch.randn(1, H, rows, D), *torch.randn(2, 1, kv_heads, before + rows, D)
+        torch.testing.assert_close(sees.attend(q, [(k, v)], scale=0.7), sees.attend(q * 0.7 * D**0.5, [(k, v)]))
+
+
 # ---- prompts ----
 
 
@@ -167,6 +179,24 @@ def test_a_sequence_without_earlier_rows_beside_one_with_them() -> None:
 def test_what_is_trained_through_keeps_its_gradients() -> None:
     q, k = torch.randn(1, H, KEPT + 6, D, requires_grad=True), torch.randn(1, G, KEPT + 30, D)
     assert CausalSees(KEPT + 6, KEPT + 30).attend(q, [(k, k)]).requires_grad
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kept", [torch.float32, torch.float64])
+@pytest.mark.parametrize("asked", [torch.float32, torch.float64])
+def test_one_rule_serves_layers_of_several_shapes_and_dtypes(asked: torch.dtype, kept: torch.dtype) -> None:
+    """Computed in the dtype of memory, whose later rows may be of another one; returned in that of the queries."""
+    torch.manual_seed(0)
+    sees = MaskSees((torch.rand(2, 5, 9) < 0.5).index_fill(2, torch.tensor([0]), True))
+    for kv_heads in (1, 2, 8, 1):
+        q, k, v = torch.randn(2, H, 5, D, dtype=asked), *torch.randn(2, 2, kv_heads, 9, D)
+        first, later = (k[:, :, :6].to(kept), v[:, :, :6].to(kept)), (k[:, :, 6:], v[:, :, 6:])
+        found = sees.attend(q, [first, later])
+        assert found.dtype == asked
+        torch.testing.assert_close(found.double(), dense_only(sees, q, k, v), rtol=0, atol=2e-6)
+    for dtype in (torch.float32, torch.float64):
+        mask = sees.bias(5, 9, 1, dtype, torch.device("cpu"))
+        assert mask is not None and mask.dtype == dtype and mask is sees.bias(5, 9, 1, dtype, torch.device("cpu")), "made once"
 
 
 # ---- on a GPU ----
