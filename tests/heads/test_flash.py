@@ -187,10 +187,11 @@ def test_what_is_trained_through_keeps_its_gradients() -> None:
 def test_one_rule_serves_layers_of_several_shapes_and_dtypes(asked: torch.dtype, kept: torch.dtype) -> None:
     """Computed in the dtype of memory, whose later rows may be of another one; returned in that of the queries."""
     torch.manual_seed(0)
+    other = torch.float32 if kept == torch.float64 else torch.float64
     sees = MaskSees((torch.rand(2, 5, 9) < 0.5).index_fill(2, torch.tensor([0]), True))
     for kv_heads in (1, 2, 8, 1):
         q, k, v = torch.randn(2, H, 5, D, dtype=asked), *torch.randn(2, 2, kv_heads, 9, D)
-        first, later = (k[:, :, :6].to(kept), v[:, :, :6].to(kept)), (k[:, :, 6:], v[:, :, 6:])
+        first, later = ((k[:, :, rows].to(dtype), v[:, :, rows].to(dtype)) for rows, dtype in ((slice(6), kept), (slice(6, 9), other)))
         found = sees.attend(q, [first, later])
         assert found.dtype == asked
         torch.testing.assert_close(found.double(), dense_only(sees, q, k, v), rtol=0, atol=2e-6)
