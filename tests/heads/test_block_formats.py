@@ -414,6 +414,7 @@ def test_what_a_folder_cannot_say_is_refused(tmp_path: Path) -> None:
         ("xpress", dict(mask_token=5, mlp_hidden=96), r"head\.mlp_hidden=96: engines take multiples of 64, with head\.mask_token"),
         ("dspark", dict(mask_token=5, taps=[2, 6]), r"engines read outputs of layers.*within 1\.\.5"),
         ("dflash", dict(mask_token=5, taps=[0, 3]), r"engines read outputs of layers.*within 1\.\.5"),
+        ("peagle", dict(mask_token=5, taps=[1, 6]), r"with head\.mask_token they end before layer 6"),
     ]:
         with pytest.raises(UserError, match=message):
             fresh(name, shape, **wrong)

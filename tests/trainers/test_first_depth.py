@@ -19,6 +19,7 @@ from tests.trainers.small import LOSS, repetitive
 
 TARGET = tiny_target()
 FIRST = [name for name in HEADS if make(name, TARGET).first_everywhere]
+assert "peagle" in FIRST, "without any, the tests here test nothing"
 
 
 def case(name: str) -> tuple[Learner, TargetBatch]:
