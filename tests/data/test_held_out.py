@@ -84,6 +84,9 @@ def test_what_cannot_be_held_out_is_refused(name: str, questions: Path, target: 
     given = {"name": name, "path": str(questions), **more}
     with pytest.raises(UserError, match=r"data\.held_out=.*talks\.jsonl is what is trained on"):
         opened(given | {"held_out": str(questions.parent / "." / questions.name)}, "in memory", target, tmp_path)
+    (link := tmp_path / "link.jsonl").symlink_to(questions)
+    with pytest.raises(UserError, match=r"data\.held_out=.*link\.jsonl is what is trained on"):
+        opened(given | {"held_out": str(link)}, "in memory", target, tmp_path)
     with pytest.raises(UserError, match=r"data\.held_out=test: no such file, and path is no dataset"):
         opened(given | {"held_out": "test"}, "in memory", target, tmp_path)
     with pytest.raises(UserError, match=r"data\.held_out=train is the split that is trained on"):

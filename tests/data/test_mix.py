@@ -43,8 +43,17 @@ def test_weights_are_shares_of_the_rows() -> None:
         assert (sum(small), sum(large)) == counts and len(small) == 10 and len(large) == 40  # every row of each
         assert max(small) - min(small) <= 1 and max(large) - min(large) <= 1
         assert mixed.counts(200)[100:].sum() == counts[1] * 16
-    order = first[mixed.order(0, 5)] >= 100
-    assert 0.4 < order[:20].mean() < 0.8  # mixed, not one behind the other
+    for order in (first[mixed.order(0, 5)], mixed.whole().tokens_RT[:, 0]):
+        assert 0.4 < (order >= 100)[:20].mean() < 0.8  # mixed, not one behind the other
+    assert Mixed([rows_of(1, 5), rows_of(100, 14)], [2, 3]).counts_S.tolist() == [10, 14], "what is rounded is no row"
+
+
+def test_what_a_mix_leaves_empty_or_out_is_as_often_as_its_rows() -> None:
+    words = [Document(np.full(size, size, dtype=np.int32), np.ones(size, dtype=np.bool_)) for size in (12, 12, 12, 16, 16, 20)]
+    parts = [pack(words[:3], 16), pack(words[3:], 16)]  # the rest of the last document is too short to keep
+    mixed = Mixed(parts, [3, 1])
+    laid = mixed.lay(np.arange(len(mixed)))
+    assert mixed.counts_S.tolist() == [9, 3] and mixed.padding == (laid.tokens == 0).sum() == 9 * 4 and mixed.dropped == 4
 
 
 def test_the_digest_names_parts_and_weights() -> None:
@@ -109,6 +118,9 @@ def test_a_bad_row_says_which_source_drops_such_rows(sources: Any, target: Any, 
             r"data\.sources\[1\]\.weight must be a number above 0, of all sources or of none",
         ),
         ([{"name": "stdlib", "weight": 0}], "above 0"),
+        ([{"name": "stdlib", "weight": True}], "above 0"),
+        ([{"name": "stdlib", "weight": float("inf")}], "above 0"),
+        ([{"name": "chat", "path": "x.jsonl", "stream": True}], r"sources\[0\]: what is streamed has no known size, and cannot be mixed"),
         ([{"name": "stdlib", "wieght": 1}], r"data=stdlib has no setting data\.sources\[0\]\.wieght: "),
         ([{"name": "chat", "path": "/nosuch/data.jsonl"}], r"^data\.sources\[0\]\.path=/nosuch/data\.jsonl: no such file"),
         ([{"name": "stdlib"}, {"name": "chat", "path": "x.jsonl", "limit": 0}], r"^data\.sources\[1\]\.limit must be"),

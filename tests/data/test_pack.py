@@ -130,6 +130,12 @@ def test_the_stream_is_a_function_of_the_step():
     for epoch in range(len(line) // len(packed)):  # every row once an epoch, batches run over its end
         assert sorted(line[epoch * len(packed) : (epoch + 1) * len(packed)]) == sorted(firsts)
     assert line[: len(packed)] != line[len(packed) : 2 * len(packed)]
+    assert packed.order(1, 7).tolist() != packed.order(0, 8).tolist()  # the orders of another seed are others
+
+
+def test_the_seed_shuffles_the_rows():
+    one, other = (pack(make_documents(3, SIZES["mixed"]), 64, seed=seed).tokens_RT[:, 0].tolist() for seed in (0, 1))
+    assert one != other and sorted(one) == sorted(other)
 
 
 def test_ranks_share_the_line():
@@ -149,6 +155,9 @@ def test_digest_names_the_data():
     assert pack(documents, 64).digest() != pack(documents, 65).digest()
     documents[0].loss_mask[3] ^= True
     assert pack(documents, 64).digest() != pack(make_documents(0, [100, 50]), 64).digest()
+    packed = pack(documents, 64)
+    packed.documents_RT[0, 40:] += 1  # the same tokens, cut elsewhere
+    assert packed.digest() != pack(documents, 64).digest()
 
 
 def test_what_is_to_be_guessed_is_counted():
@@ -164,6 +173,7 @@ def test_refusals():
         pack(documents, 65, context=64)
     with pytest.raises(UserError, match=r"too short: set trainer\.length .* to 16 or more"):
         pack(documents, CUT - 1)
+    assert pack(documents, 64, context=64).length == 64
     with pytest.raises(UserError, match="no document"):
         pack([], 64)
     with pytest.raises(UserError, match="no document"):

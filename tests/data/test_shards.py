@@ -73,6 +73,8 @@ def test_the_stream_resumes_and_ranks_share_it(packed, tmp_path):
     assert not np.array_equal(orders[0], orders[1])
     near = orders[0][: shards.BUFFER * 4] // 5  # disk-friendly: an epoch's beginning is in few shards
     assert len(set(near.tolist())) <= shards.BUFFER
+    assert np.count_nonzero(np.diff(near)) > shards.BUFFER, "its rows are mixed"
+    assert len({tuple(sorted({*(order[: shards.BUFFER * 5] // 5).tolist()})) for order in orders}) > 1, "and begin in other shards"
 
 
 def test_an_interrupted_capture_goes_on(packed, tmp_path, monkeypatch):

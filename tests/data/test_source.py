@@ -10,10 +10,12 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
 from headstart.data import plain, regenerate, regenerated, source
+from headstart.data.packed import Document
 from headstart.data.prompts import Size, check_prompts, check_sizes, fitting
 from headstart.data.source import find, open_source
 from headstart.door import infer
@@ -182,6 +184,21 @@ def test_shards_take_on_long(asked: str, target: Any, tmp_path: Path) -> None:
     assert len(open_source({**given, "on_long": "skip"}, target, length=32, seed=0).prompts(5, 12)) == 3
     with pytest.raises(UserError, match=r"rows of 32 tokens, trainer\.length is 64: set trainer\.length=32"):
         open_source(given, target, length=64, seed=0)
+
+
+@pytest.mark.parametrize(("count", "share"), [(2, 1), (39, 1), (40, 2), (1279, 63), (5000, 64)])
+def test_a_twentieth_is_held_out_and_never_trained_on(count: int, share: int) -> None:
+    few, rest = source.drawn(count, 3)
+    assert len(few) == share and sorted([*few, *rest]) == list(range(count))
+    assert count < 1000 or set(few) != set(source.drawn(count, 4)[0])
+
+
+def test_a_prompt_may_fill_the_context_to_the_last_token(target: Any, capsys: Any) -> None:
+    mask = np.arange(505) >= 500
+    held, most = [Document(np.full(505, 7, dtype=np.int32), mask)], target.shape.max_positions - 500
+    assert [len(prompt) for prompt in source.beginnings(target, held, 1, most)] == [500] and source.beginnings(
+        target, held, 1, most + 1
+    ) == []
 
 
 def test_what_is_left_out_is_said_once(target: Any, tmp_path: Path, capsys: Any) -> None:
