@@ -94,6 +94,15 @@ def test_a_text_ends_where_a_longrope_target_turns(monkeypatch: pytest.MonkeyPat
     assert Case(target, drafter, [random_tokens(20, 1)]).room(random_tokens(20, 1)) == 4
 
 
+def test_each_prompt_has_random_numbers_of_its_own() -> None:
+    """Else the texts that are judged would be too much alike."""
+    target = tiny_target()
+    drafter = make("medusa", target).train()
+    assert not gate.copied(drafter, target).training
+    _, made = gate.decode_beside(target, drafter.eval(), drafter, [random_tokens(9, 1)] * 2, TREE, SamplingParams(seed=5), 12)
+    assert {shape: texts[0].tokens == texts[1].tokens for shape, texts in made.items()} == {shape: not shape[1] for shape in made}
+
+
 def test_weights_that_were_no_better_before_are_the_last(tmp_path: Path) -> None:
     """And the step of what is exported is said either way."""
     drafter = torch.nn.Linear(1, 1)

@@ -18,7 +18,7 @@ from headstart.heads.errors import UserError
 from headstart.inference.decoding.target import Target
 from headstart.trainers import checkpoint
 from headstart.trainers.arm import Arm
-from headstart.trainers.guard import FILE, LEAST, WINDOW, Guard
+from headstart.trainers.guard import FILE, HISTORY, LEAST, WINDOW, Guard
 from headstart.trainers.learner import Learner
 from headstart.trainers.metrics import read_metrics
 from tests.drafters import HEADS
@@ -138,6 +138,10 @@ def test_the_window_moves_and_little_is_no_spike() -> None:
         assert not guard.wrong(1e6, 1e6)  # too little is known
         guard.took(1.0, 2.0)
     assert not guard.wrong(10.0, 20.0) and "the loss is 10.1" in guard.wrong(10.1, 1.0) and "norm is 21" in guard.wrong(1.0, 21.0)
+    assert "the loss is 10.1" in Guard(1, 10.0, [1.0] * 16 + [1e3], [1.0] * 17).wrong(10.1, 1.0)  # one that was let pass changes nothing
+    for usual in [1.0] * HISTORY + [100.0] * HISTORY:  # of long ago nothing counts
+        guard.took(usual, 2 * usual)
+    assert not guard.wrong(1000.0, 2000.0) and len(guard.losses) == len(guard.norms) == HISTORY
     assert not Guard(1, 0.0, [1.0] * 64, [1.0] * 64).wrong(1e9, 1e9)
     assert not Guard(1, 10.0, [0.0] * 64, [0.0] * 64).wrong(1e-9, 1e-9)  # of nothing everything would be many times
 

@@ -146,6 +146,13 @@ def test_dpace_weights_follow_the_probability_of_the_true_prefix() -> None:
     torch.testing.assert_close(out.loss_sum, expected, rtol=1e-6, atol=1e-6, check_dtype=False)
 
 
+@pytest.mark.parametrize("weighting", ["dpace", "chain"])
+@torch.no_grad()
+def test_a_loss_that_is_not_trained_is_not_weighted(weighting: str) -> None:
+    """That over held-out text can be compared with the one of any other weighting."""
+    torch.testing.assert_close(Case().fused({"kl": 1.0}, weighting).loss_sum, Case().fused({"kl": 1.0}).loss_sum)
+
+
 def test_confidence_learns_the_chance_of_acceptance() -> None:
     case = Case(ask_BA=ASK)
     out = case.fused({"kl": 1.0})
