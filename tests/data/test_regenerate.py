@@ -235,6 +235,9 @@ def test_a_larger_limit_goes_on(door: Any, tmp_path: Path) -> None:
     [
         ("temperature=0.5", r"made\.jsonl line 1: temperature differs: it was made with 1\.0, here it is 0\.5: choose another out="),
         ("seed=3", "seed differs"),
+        ("top_p=0.9", "top_p differs"),
+        ("top_k=3", "top_k differs"),
+        ("new_tokens=5", "new_tokens differs"),
         ("turns=last", "turns differs"),
         ("data=stdlib", "data differs: it was made with 'chat'"),
         ("path=OTHER", "line 2: it was not made of line 2 of this source"),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -192,6 +194,29 @@ def test_tensors_of_something_else_are_refused_before_anything_is_restored(targe
     reseal(path.parent)
     with pytest.raises(UserError, match=r"0\.0\.exp_avg_max is not what"):
         go_on(target, trained)
+
+
+@pytest.mark.parametrize(("begin", "length", "token", "processes", "fits"), [
+    (2, 8, 95, 2, True), (2, 3, 0, 1, True), (1, 8, 0, 1, False), (8, 8, 0, 1, False), (2, 9, 0, 1, False), (2, 8, 96, 1, False),
+    (2, 8, -1, 1, False), (2, 8, 0, 3, False),
+])  # fmt: skip
+def test_own_rows_begin_behind_a_root_and_hold_tokens_of_the_target(begin, length, token, processes, fits, tmp_path):
+    """Two rows of eight tokens, the second of them unused; the target has 96 tokens."""
+    rows = {"tokens": torch.full((2, 8), token), "begin": torch.tensor([begin, 0]), "length": torch.tensor([length, 0])}
+    save_file(rows, tmp_path / "on_policy.safetensors")
+    with nullcontext() if fits else pytest.raises(UserError, match=r"cannot resume: .*on_policy\.safetensors"):
+        assert checkpoint.load_own_rows(tmp_path, processes, 96).keys() == rows.keys()
+
+
+def test_random_numbers_go_on_where_they_were():
+    """Those of Python too, for a drafter that draws them."""
+    random.seed(5)
+    state = checkpoint.rng_state()
+    drawn = random.random(), float(torch.rand(()))
+    random.seed(6)
+    torch.manual_seed(6)
+    checkpoint.set_rng_state(state)
+    assert (random.random(), float(torch.rand(()))) == drawn
 
 
 def test_a_checkpoint_of_an_earlier_version_says_what_to_do(target, trained):

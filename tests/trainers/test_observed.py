@@ -205,15 +205,21 @@ def test_operations_are_counted_anew_where_steps_do_something_else(target: Targe
     assert first == second == third > 1.02 * rest[0] > 0 and rest[0] == rest[1] == rest[2]
 
 
-def test_the_drafters_own_text_counts_but_not_its_decoding(target: Target) -> None:
-    clock, kind = Clock(torch.device("cpu")), ("a", ())
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_drafters_own_text_counts_but_not_its_decoding(processes: int) -> None:
+    """Every process does as much as this one; a rate is that of one of them, and since the last figures."""
+    clock, kind = Clock(torch.device("cpu"), processes), ("a", ())
     with clock.counting([kind]):
         torch.ones(2, 3) @ torch.ones(3, 5)
         with operations.uncounted():
             torch.ones(20, 30) @ torch.ones(30, 50)
         torch.ones(2, 3) @ torch.ones(3, 5)
     clock.count(kind, 12)
-    assert clock.per_token == {kind: 2 * (2 * 2 * 3 * 5) / 12}
+    assert clock.per_token == {kind: processes * 2 * (2 * 2 * 3 * 5) / 12}
+    clock.whole["a"] = 2
+    found, later = clock.figures("a"), clock.figures("a")
+    assert found["speed/teraflops"] == pytest.approx(2 * (2 * 2 * 3 * 5) / 2 / 1e12) and found["speed/tokens_per_second"] == 12 / 2
+    assert "speed/teraflops" not in later and later["speed/tokens_per_second"] == 0
 
 
 def test_the_peak_is_that_of_the_very_gpu_or_not_said() -> None:

@@ -109,6 +109,7 @@ def test_linear_and_constant_schedules() -> None:
 @pytest.mark.parametrize("schedule", ["wsd", "cosine", "linear", "constant"])
 def test_a_warm_up_below_one_is_a_share_of_the_steps(schedule: str) -> None:
     for steps, share, count in ((100, 0.05, 5), (10, 0.001, 1), (8, 0.5, 4), (30, 0.101, 4)):
+        assert learning_rate(0, steps, 1, schedule) == 1  # one is a step
         assert [learning_rate(s, steps, share, schedule) for s in range(steps)] == [
             learning_rate(s, steps, count, schedule) for s in range(steps)
         ]

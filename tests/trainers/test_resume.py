@@ -19,7 +19,7 @@ from headstart.inference.reports.compare import flat
 from headstart.trainers import checkpoint, resume
 from headstart.trainers import prepare as preparing
 from headstart.trainers.optimizer import before_the_fall, learning_rate
-from headstart.trainers.resume import _same_settings
+from headstart.trainers.resume import Batch, _same_settings, lasting
 from headstart.trainers.run import fit, prepare
 from tests.tiny_targets import tiny_target
 from tests.trainers.conftest import Composed, small_run
@@ -235,6 +235,29 @@ def test_a_run_of_before_a_setting_was_there_did_what_it_stands_for_now(tmp_path
         now = {"head": before["head"] | {"norm_before_fc": norm, "norm_before_residual": False}}
         with nullcontext() if fits else pytest.raises(UserError, match=r"head\.norm_before_fc=False, now it is True"):
             _same_settings(before, now, tmp_path / "run" / "checkpoints" / "step-1")
+
+
+def test_what_changes_weights_is_compared_and_what_does_not_is_not(composed: Composed) -> None:
+    settings = composed("target=tiny", "data=stdlib")
+    own = {k: settings[k] for k in ("head", "loss", "trainer")}
+
+    def compared(part: str, key: str) -> bool:
+        changed = own | {part: own[part] | {key: "another"}}
+        return lasting(changed, settings["data"], Batch(2, 1, 1)) != lasting(own, settings["data"], Batch(2, 1, 1))
+
+    weights = {"trainer": ("optimizer", "lr", "betas", "weight_decay", "muon_lr", "momentum", "ns_steps", "warmup", "schedule", "floor",
+                           "clip", "seed", "length", "steps"),
+               "loss": ("terms", "decay", "depth", "weighting", "base_until", "constants", "on_policy", "detach")}  # fmt: skip
+    assert [(part, key) for part, keys in weights.items() for key in keys if not compared(part, key)] == []
+    assert [key for key in ("save_every", "keep", "eval_every", "log_every", "patience", "precision") if compared("trainer", key)] == []
+    assert [key for key in ("kernel", "chunk") if compared("loss", key)] == []
+
+
+@pytest.mark.parametrize(("warmup", "lora", "base_until", "shares"), [
+    (0, None, 0.0, False), (1, None, 0.0, False), (0.05, None, 0.0, True), (0, {"start": 0.5}, 0.0, True), (0, None, 0.5, True),
+])  # fmt: skip
+def test_which_settings_are_shares_of_the_steps(warmup: float, lora: Any, base_until: float, shares: bool) -> None:
+    assert resume.counts_in_shares(warmup, lora, base_until) == shares
 
 
 def test_processes_that_differ_do_not_train_together(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

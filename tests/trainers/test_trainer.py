@@ -184,11 +184,16 @@ def test_muon_moves_the_matrices_inside_and_adamw_all_the_rest(name, target):
     # is added for a slot or a rank: one vector or number for each
     scales = ("base_kernel", "layer_fusion_weights", "slot_embedding", "rank_embedding", "relative_slot_bias")
     vectors = {id(p) for key, p in drafter.named_parameters() if p.ndim <= 1 or key.endswith(scales)}
+    tables = {id(m.weight) for m in drafter.modules() if isinstance(m, torch.nn.Embedding)}
+    heads = {id(b) for d in range(1, (drafter.max_depth or 1) + 1) for b in drafter.unembedding(d).blocks} - tables
     for kind in ("adamw", "muon"):
-        optimizers = open_optimizers(drafter, kind, 1e-3, (0.9, 0.95), 0.01)
+        optimizers = open_optimizers(drafter, kind, 1e-3, (0.8, 0.97), 0.01)
         groups = [g for x in optimizers for g in x.param_groups]
         assert sorted(id(p) for g in groups for p in g["params"]) == sorted(trained)  # each once
         assert all((g["weight_decay"] == 0) == (id(p) in vectors) for g in groups for p in g["params"])
+        slow = heads | vectors if kind == "muon" else set()
+        assert all(g["lr"] == pytest.approx(3e-4 if id(p) in slow else 1e-3) for g in groups for p in g["params"])
+        assert {g["betas"] for g in optimizers[0].param_groups} == {(0.8, 0.97)}
     outer = [p for g in optimizers[0].param_groups for p in g["params"]]
     vocabulary = target.shape.vocab_size
     assert len(optimizers) == 2 and all(p.ndim != 2 or p.shape[0] == vocabulary or id(p) in vectors for p in outer)
