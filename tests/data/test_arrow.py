@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headstart.data import arrow, reader
+from headstart.data import arrow, chat, reader
 from headstart.data.source import Source, defaults, open_source
 from headstart.heads.errors import UserError
 from headstart.heads.seal import tokenizer_file_sha, tokenizer_sha
@@ -225,6 +225,15 @@ def test_a_key_names_all_that_a_tokenizer_does(target: Any) -> None:
     assert tokenizer_file_sha(other) == tokenizer_file_sha(target.tokenizer)
     other.backend_tokenizer.normalizer = normalizers.Lowercase()
     assert tokenizer_sha(other) == tokenizer_sha(target.tokenizer) and tokenizer_file_sha(other) != tokenizer_file_sha(target.tokenizer)
+
+
+def test_a_key_names_all_settings_that_documents_depend_on(target: Any, tmp_path: Path) -> None:
+    (other := tmp_path / "other.jinja").write_text(TEMPLATE + " ")
+    ways: list[dict[str, Any]] = [{}, {"columns": ("a",)}, {"turns": "last"}, {"template": str(other)}, {"on_bad": "skip"}]
+    longer = copy.deepcopy(target.tokenizer)
+    longer.add_tokens(["<more>"])
+    keys = [chat.Reader(target.tokenizer, **way).about() for way in ways] + [chat.Reader(longer).about()]
+    assert len({*map(json.dumps, keys)}) == len(keys)
 
 
 def test_where_tokens_are_kept_makes_no_other_run() -> None:

@@ -7,7 +7,7 @@ import logging
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from headstart.data.mask_check import check_masks
@@ -173,6 +173,32 @@ def test_a_mask_shifted_by_a_few_tokens_is_refused(by, template, tokenizer, writ
     shifted = [Document(document.tokens, np.roll(document.loss_mask, by)) for document in made]
     with pytest.raises(UserError, match="a: the loss mask is shifted"):
         check_masks(fast, talks, shifted, ["a", "b", "c"])
+    with pytest.raises(UserError, match="c: the loss mask is shifted"):
+        check_masks(fast, talks, [*made[:2], shifted[2]], ["a", "b", "c"])
+
+
+def test_an_answer_that_is_left_out_is_found_however_short(tokenizer, write):
+    fast = tokenizer(PLAIN)
+    made = documents(write(map(messages_of, TALKS)), fast)
+    began = np.flatnonzero(np.diff(made[0].loss_mask.astype(int)) == 1)[-1] + 1  # that of "yes"
+    made[0].loss_mask[began:] = False
+    with pytest.raises(UserError, match=r"a: the loss mask is shifted: message 4 \(assistant\) is not all supervised"):
+        check_masks(fast, [messages_of(talk)["messages"] for talk in TALKS], made, ["a", "b", "c"])
+
+
+def test_one_conversation_may_be_all_the_assistants(tokenizer, write):
+    fast = tokenizer(TAGGED)
+    made = documents(write(map(messages_of, TALKS)), fast)
+    ids = np.array(fast("Once more with feeling")["input_ids"], dtype=np.int32)
+    talks = [*(messages_of(talk)["messages"] for talk in TALKS), [{"role": "assistant", "content": "Once more with feeling"}]]
+    check_masks(fast, talks, [*made, Document(ids, np.ones(len(ids), dtype=np.bool_))], ["a", "b", "c", "d"])
+
+
+def test_what_a_tokenizer_normalizes_is_found(tokenizer, write):
+    fast = tokenizer(PLAIN)
+    fast.backend_tokenizer.normalizer = normalizers.Lowercase()
+    for talk, document in zip(TALKS, documents(write(map(messages_of, TALKS)), fast), strict=True):
+        assert supervised(fast, document) == "".join(text.lower() + "<|end|>" for role, text in talk if role == "assistant")
 
 
 def test_a_mask_with_the_user_in_it_is_refused(tokenizer, write):
@@ -183,8 +209,9 @@ def test_a_mask_with_the_user_in_it_is_refused(tokenizer, write):
         mask = document.loss_mask.copy()
         mask[2 : np.flatnonzero(mask)[0] - 3] = True  # not the header: that is refused for itself
         wide.append(Document(document.tokens, mask))
-    with pytest.raises(UserError, match=r"a: the loss mask is shifted: message 1 \(user\) is supervised"):
-        check_masks(fast, talks, wide, ["a", "b", "c"])
+    for first, said in ((0, r"a: the loss mask is shifted: message 1 \(user\)"), (1, r"b: the loss mask is shifted: message 1 \(system\)")):
+        with pytest.raises(UserError, match=f"{said} is supervised"):
+            check_masks(fast, talks[first:], wide[first:], ["a", "b", "c"][first:])
 
 
 def test_an_untellable_template_is_refused(tokenizer, write):

@@ -119,10 +119,19 @@ def test_a_call_may_repeat_the_user_and_a_template_may_leave_out_the_text_beside
         assert learnt(ALONE, messages, tools=[{}]) == [f"<call>{said}<end>", "Da Remo.<end>"]
 
 
+@pytest.mark.parametrize("ascii_only", [False, True])
+def test_a_call_may_repeat_what_the_user_wrote_as_json(ascii_only: bool) -> None:
+    template = ALONE.replace("tojson", f"tojson(ensure_ascii={str(ascii_only).lower()})")
+    for words in ('say "né" to all of us', ["best pizza in rome"]):
+        spelled = json.dumps(words, ensure_ascii=ascii_only)[1:-1]
+        messages = [user(spelled), calls(query=words), RESULT, says("Da Remo.")]
+        assert spelled in learnt(template, messages, tools=[{}])[0]
+
+
 def test_what_is_said_by_both_sides_is_no_fault_of_the_mask() -> None:
     """Short answers stand within longer ones that quote the user; numbers and names of calls are the user's words too."""
     question = "Is water wet or not?"
-    for short in ("A", "2", "Yes", "Is water wet"):
+    for short in ("A", "2", "Yes", "Is water wet", "Surely it is not so"):
         quote = f'You ask: "{question}" {short}, it is.'
         assert learnt(ENDS, [user("Q?"), says(short), user(question), says(quote)]) == [f"{short}<end>", f"{quote}<end><pad>"]
     called = calls(order=113456789012)
@@ -146,7 +155,8 @@ def test_thoughts_are_learnt_wherever_the_data_hold_them() -> None:
         assert learnt(BEGUN, messages) == [f"\n{thought}\n</think> So.<end>"]
         assert learnt(PARTS, messages) == [f"[THINK]{thought}[/THINK]So.<end>"]
         assert learnt(ENDS, messages) == ["So.<end><pad>"]  # a target that does not think
-    assert learnt(BEGUN, [user("Why?"), says(f"<think>{thought}</think>So.")]) == [f"{thought}</think> So.<end>"]
+    for more in ({}, {"reasoning": thought}):  # data sets may hold it in both places
+        assert learnt(BEGUN, [user("Why?"), says(f"<think>{thought}</think>So.", **more)]) == [f"{thought}</think> So.<end>"]
     assert learnt(CHANNELS, [*TWO[:1], says("First.", thinking="hm"), *TWO[2:]]) == ["<c>final<m>First.<e>", "<c>final<m>Second.<end>"]
 
 
@@ -158,16 +168,43 @@ def test_a_thought_that_is_not_supervised_is_found() -> None:
         check_masks(speech, [talk.messages], [document], ["row 1"])
 
 
+def test_a_call_that_is_not_supervised_is_found() -> None:
+    speech = made(LAST)
+    messages = [user("Weather in Ulm, please?"), calls(place="Ulm"), RESULT, says("It shines.")]
+    talk = Template(speech).talk(*talk_of({"messages": messages, "tools": [{"name": "search"}]}))
+    (document,) = masked(speech, [talk._replace(spans=talk.spans[1:])])
+    with pytest.raises(UserError, match=r"shifted: the call of a tool in message 2 is not supervised"):
+        check_masks(speech, [talk.messages], [document], ["row 1"])
+
+
+def test_an_answer_that_is_said_twice_is_learnt_in_both_places() -> None:
+    """Though the text before them changes, and the questions are the same."""
+    messages = [{"role": "system", "content": "Be brief, be kind."}, user("Why?"), says("So."), user("Why?"), says("So.")]
+    talk = Template(made(MOVES)).talk(*talk_of({"messages": messages}))
+    assert [talk.text[a:b] for a, b in talk.spans] == ["So.<end>"] * 2 and len({*talk.spans}) == 2
+
+
 def test_the_last_turn_of_a_thought_alone_is_no_answer() -> None:
     with pytest.raises(BadRow, match="the last question has no answer"):
         learnt(LAST, [*TWO[:3], says("<think>endless</think>")], last=True)
     assert learnt(LAST, TWO, last=True) == ["<think>none</think> Second.<end>"]
+    last = chat.Reader(made(LAST), turns="last")
+    last.check(list(last.made([talk := last.read({"messages": TWO})])), [talk], ["row 1"])
 
 
 def test_answers_are_found_though_the_text_before_them_changes() -> None:
     assert learnt(ENDS, TWO) == ["First.<end>", "Second.<end><pad>"]
     assert learnt(MOVES, [{"role": "system", "content": "Be brief, be kind."}, *TWO]) == ["First.<end>", "Second.<end>"]
     assert learnt(MOVES, [{"role": "system", "content": "no"}, user("yes"), says("yes")]) == ["yes<end>"]
+    twice = MOVES.replace("'<end>'", "'<e><end>'")
+    assert learnt(twice, [{"role": "system", "content": "Be brief."}, *TWO]) == ["First.<e><end>", "Second.<e><end>"]
+
+
+def test_a_thought_of_the_words_of_its_answer_is_learnt_before_it() -> None:
+    speech, said = made(ENDS), "Blue.</think>Blue."
+    speech.add_tokens(["</think>"], special_tokens=True)
+    talk = Template(speech).talk(*talk_of({"messages": [user("Sky?"), says(said), user("Sea?"), says(said)]}))
+    assert [talk.text[a:b] for a, b in talk.spans] == [f"{said}<end>", f"{said}<end><pad>"]
 
 
 def test_a_turn_without_an_end_is_learnt_up_to_the_token_that_begins_the_next() -> None:
