@@ -131,7 +131,7 @@ class Learner(nn.Module):
         """
         ask_BA = self.anchors(batch)
         supervised = self.supervised(batch, ask_BA)
-        if ask_BA is not None and self.drafter.first_everywhere and not isinstance(batch, ReplayBatch):
+        if ask_BA is not None and self.drafter.first_everywhere:  # (of a replayed round the only root is an anchor)
             supervised[0] = batch.supervised(1).cpu()
         return Wanted(ask_BA, supervised)
 

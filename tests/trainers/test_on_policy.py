@@ -33,7 +33,7 @@ from headstart.trainers.on_policy import OnPolicy, Recording, rejected_rounds
 from headstart.trainers.run import run
 from headstart.trainers.tracker import Tracker
 from headstart.trainers.trainer import fit
-from tests.drafters import HEADS, fresh, judged, learn_by_heart, make, roots_of
+from tests.drafters import HEADS, arguments, fresh, judged, learn_by_heart, make, roots_of
 from tests.tiny_targets import tiny_target
 from tests.trainers.conftest import TORCHRUN, small_run
 from tests.trainers.small import COMMON, LOOP, LOSS, repetitive
@@ -44,6 +44,7 @@ SAMPLES = REJECTED | {"kind": "samples", "share": 0.5, "temperature": 1.0}
 TINY_TARGET = tiny_target()
 ALONE = [name for name in HEADS if not make(name, TINY_TARGET).taps]  # they go on without the target's states
 FED = [name for name in HEADS if name not in ALONE]
+NOISY = next(name for name in FED if "noise" in arguments(name))
 STEPS = next(name for name in FED if not make(name, TINY_TARGET).anchors)  # is fed every guess
 
 
@@ -227,6 +228,67 @@ def test_samples_are_what_the_drafter_says_alone(temperature: float, name: str, 
     for b, tokens in enumerate(batch.tokens_BT.tolist()):
         begin = next(n for row, n in rows if row == tokens[: len(row)])
         assert batch.supervised(1)[b].nonzero()[:, 0].tolist() == list(range(begin - 2, begin + 4))
+
+
+def collected(own: OnPolicy, micro: list[TokenBatch], step: int = 0) -> list[tuple[list[int], list[int]]]:
+    """(the prompt, what the drafter says) of each row"""
+    own.collect(step, micro, Accelerator(cpu=True))
+    return [(tokens[:begin], tokens[begin:]) for tokens, begin in kept_rows(own)]
+
+
+@pytest.mark.parametrize("turn", [None, 20])
+def test_prompts_are_all_beginnings_of_documents_before_a_supervised_token(
+    turn: int | None, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that leave room for the new tokens, in the row and before the turn of a longrope target."""
+    monkeypatch.setattr(Target, "turn", turn)
+    (batch,) = micro = batches()
+    batch.loss_mask_BT &= torch.rand(batch.tokens_BT.shape) < 0.4
+    wanted = []
+    for tokens, mask, numbers in zip(batch.tokens_BT.tolist(), batch.loss_mask_BT.tolist(), batch.documents_BT.tolist(), strict=True):
+        for first in sorted({numbers.index(number) for number in numbers}):
+            size = numbers.count(numbers[first])
+            wanted += [tokens[first : first + n] for n in range(2, size) if mask[first + n] and n + 8 <= (turn or len(tokens))]
+    own = OnPolicy(SAMPLES | {"rows": 1000}, make(ALONE[0], target), 3, target, seed=1)
+    assert sorted(prompt for prompt, _ in collected(own, micro)) == sorted(wanted) and len(wanted) > 10
+
+
+def test_each_collection_and_each_step_draws_for_itself(target: Target) -> None:
+    own = OnPolicy(SAMPLES | {"rows": 12}, make(ALONE[0], target), 3, target, seed=1)
+    assert [prompt for prompt, _ in collected(own, batches(), 0)] != [prompt for prompt, _ in collected(own, batches(), 1)]
+    drawn = [batch.tokens_BT.tolist() for place in ((0, 0), (1, 0), (0, 1)) if (batch := own.draw(place[0], 4, place[1]))]
+    assert len(drawn) == 3 and drawn[0] not in drawn[1:]  # another step, and another process
+
+
+def test_each_sampled_token_has_random_numbers_of_its_own(target: Target) -> None:
+    """At a temperature at which nothing else decides: of one prompt no two rows go on alike, and none repeats a token."""
+    (batch,) = micro = batches()
+    for x in vars(batch).values():
+        x[:] = x[0].clone()
+    batch.loss_mask_BT[:] = torch.arange(batch.tokens_BT.shape[1]) == 5
+    own = OnPolicy(SAMPLES | {"rows": 4, "temperature": 1e4}, make(ALONE[0], target), 3, target, seed=1)
+    rows = collected(own, micro)
+    assert len(rows) == 4 and len({tuple(prompt) for prompt, _ in rows}) == 1
+    assert len({tuple(said) for _, said in rows}) == 4 and min(len(set(said)) for _, said in rows) > 4
+
+
+def test_a_sample_ends_where_the_target_stops(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = SAMPLES | {"rows": 1, "temperature": 0.0}
+    ((prompt, whole),) = collected(OnPolicy(settings, make(ALONE[0], target), 3, target, seed=1), batches())
+    monkeypatch.setattr(Target, "stop_ids", (whole[2],))
+    assert collected(OnPolicy(settings, make(ALONE[0], target), 3, target, seed=1), batches()) == [
+        (prompt, whole[: whole.index(whole[2]) + 1])
+    ]
+
+
+def test_the_noise_of_training_is_not_decoded_with_and_comes_back(target: Target) -> None:
+    drafter, rows = make(NOISY, target), []
+    drafter.noise = 1.0  # type: ignore[assignment]
+    for training in (False, True):
+        drafter.train(training)
+        rows.append(collected(OnPolicy(REJECTED, drafter, 3, target, seed=1), batches()))
+        assert drafter.training == training
+    assert rows[0] == rows[1]
 
 
 def arm_of(name: str, target: Target, folder: Path, on_policy: Any, label: str = "", **changes: Any) -> Arm:
