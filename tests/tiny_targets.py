@@ -38,7 +38,7 @@ def tiny_target(architecture: str = "llama", seed: int = 0, **changes: Any) -> T
 
     torch.manual_seed(seed)
     config = AutoConfig.for_model(architecture, **{**COMMON, **(ARCHITECTURES | OTHERS).get(architecture, {}), **changes})
-    attention = "eager" if architecture == "gpt_oss" else "sdpa"
+    attention = "eager" if architecture in ("gpt_oss", "gemma2") else "sdpa"
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
     embed, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     for p in model.parameters():

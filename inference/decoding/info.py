@@ -147,4 +147,6 @@ def loading(path: str) -> Iterator[None]:
     except SafetensorError as e:
         raise UserError(f"target {path}: its weights are damaged or truncated ({e}): download them again") from e
     except Exception as e:  # transformers, the hub and the tokenizers library raise a dozen kinds for what lies in files
+        if "scaled_dot_product_attention" in str(e):
+            raise UserError(f"target {path} is not for torch's attention: take target.attention=eager") from e
         raise UserError(f"target {path} cannot be loaded: {first_line(e).rstrip('.')}") from e

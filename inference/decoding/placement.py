@@ -118,6 +118,12 @@ def hub_answers() -> bool:
     return False
 
 
+def check_attention(config: Any, attention: str, path: str) -> None:
+    """Raises UserError where ``sdpa`` would leave out a part of the target's attention. (transformers 5.23 refuses too, 5.19 does not.)"""
+    if attention == "sdpa" and getattr(config.get_text_config(), "attn_logit_softcapping", None):
+        raise UserError(f"target {path} caps its attention scores, which target.attention=sdpa leaves out: take target.attention=eager")
+
+
 def check_folder(path: str) -> None:
     """Raises UserError naming what a local target folder lacks, or which part of it cannot be read. A hub id is not checked here."""
     folder = Path(path)

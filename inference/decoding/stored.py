@@ -25,7 +25,7 @@ from headstart.heads.errors import UserError, first_line
 from headstart.heads.kinds import check_kinds
 from headstart.heads.stored import INDEX, model_files, shards
 from headstart.inference.decoding.info import DTYPES, FEW, TargetInfo, ends_of, loading, rope_switch_of, shape_of
-from headstart.inference.decoding.placement import check_device, check_folder, hub_answers, is_main, is_sharded
+from headstart.inference.decoding.placement import check_attention, check_device, check_folder, hub_answers, is_main, is_sharded
 from headstart.inference.decoding.target import Target
 
 
@@ -50,6 +50,7 @@ class StoredTarget(TargetInfo):
             folder = _folder(path)
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             check_kinds(config.get_text_config(), self.name)
+            check_attention(config, attention, self.name)
             self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         try:
             self.files = _Files(folder, config, dtype, attention)

@@ -31,7 +31,15 @@ from headstart.heads.products import frozen_layers
 from headstart.heads.visibility import CausalSees, ChainSees, Sees
 from headstart.inference.decoding.info import DTYPES, FEW, TargetInfo, ends_of, loading, rope_switch_of, scaled_head, shape_of
 from headstart.inference.decoding.mend import mend_scales
-from headstart.inference.decoding.placement import check_device, check_folder, hub_answers, multiplies_bf16, placement, tensor_size
+from headstart.inference.decoding.placement import (
+    check_attention,
+    check_device,
+    check_folder,
+    hub_answers,
+    multiplies_bf16,
+    placement,
+    tensor_size,
+)
 
 log = logging.getLogger(__name__)
 
@@ -161,6 +169,7 @@ class Target(TargetInfo):
         with loading(path):
             config = AutoConfig.from_pretrained(path, **here)
             check_kinds(config.get_text_config(), str(path))  # before the weights, which are large
+            check_attention(config, attention, str(path))
             tokenizer = AutoTokenizer.from_pretrained(path, **here)
             model, loaded = AutoModelForCausalLM.from_pretrained(
                 path,

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 
 from headstart.door.launch import free_port
@@ -27,6 +29,7 @@ from headstart.inference.decoding.placement import check_device, hub_answers
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.probe import check_driven
 from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.stored import StoredTarget
 from headstart.inference.decoding.target import Target
 from tests.drafters import make, random_tokens
 from tests.tiny_targets import COMMON, tiny_target
@@ -112,6 +115,20 @@ def test_a_quantised_target(eagerly: None, tmp_path: Path) -> None:
     assert type(target.layers[0].self_attn.q_proj).__name__ == "AutoBitLinear"  # type: ignore[union-attr]
     assert target.ends.head_VD is target.model.lm_head.weight  # transformers leaves the output head alone
     assert_decodes_like_generate(target)
+
+
+@pytest.mark.parametrize("load", [Target.load, StoredTarget])
+def test_attention_that_sdpa_does_not_compute(load: Any, tmp_path: Path) -> None:
+    """Capped scores, of which transformers 5.19 leaves out the cap; sinks, with which transformers refuses."""
+    for architecture, says in (("gemma2", "caps its attention scores.*: take"), ("gpt_oss", "is not for torch's attention: take")):
+        folder = str(save_target(tmp_path / architecture, architecture=architecture))
+        if (load, architecture) != (StoredTarget, "gpt_oss"):  # of a stored target no layer is made
+            with pytest.raises(UserError, match=rf"{says} target\.attention=eager"):
+                load(folder, device="cpu")
+        assert load(folder, device="cpu", attention="eager").shape.layers == 4
+    folder = str(save_target(tmp_path / "uncapped", architecture="gemma2", attn_logit_softcapping=None))
+    if Version(transformers.__version__) < Version("5.23"):
+        assert load(folder, device="cpu").shape.layers == 4
 
 
 MISSING = {"bitsandbytes": {"load_in_8bit": True}, "gptq": {"bits": 4}, "torchao": {"quant_type": "int4_weight_only"}}
@@ -264,7 +281,7 @@ def another(architecture: str, given: dict[str, Any]) -> Target:
     [
         ("bloom", dict(n_layer=6, n_head=2), "bloom: it counts positions itself"),
         ("mamba", dict(), "mamba: .*(counts positions itself|layers of kind)"),
-        ("recurrent_gemma", dict(), "recurrent_gemma: layers of kind recurrent cannot drop rejected positions"),
+        ("recurrent_gemma", dict(), "recurrent_gemma: layers of kind (recurrent|linear_attention) cannot drop rejected positions"),
         ("gptj", dict(n_embd=32, n_layer=6, n_head=2, rotary_dim=8), "gptj: an output head with a bias is not supported"),
     ],
 )
