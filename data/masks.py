@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -22,6 +24,7 @@ from headstart.inference.serving import text as texts
 from headstart.inference.serving.text import BadRow, Messages, refused, template_of, unicode
 from headstart.inference.serving.thoughts import BEGUN, THOUGHTS
 
+_ONE = threading.RLock()  # one thread at a time changes the date
 _THOUGHT = re.compile(r"\A<think>.*?</think>\s*", re.DOTALL)  # a complete thought in front of an answer
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _FIELD = re.compile(rf"""([\w\]]+)(?:\.get\(['"]|\.|\[['"])({"|".join(THOUGHTS)})\b""")  # where a template reads a thought
@@ -32,13 +35,32 @@ Spans = list[tuple[int, int]]  # characters of the rendered text
 Tools = list[Any] | None  # the tools that the assistant may call, as the row lists them
 
 
-def _some_day(how: str) -> str:
-    return datetime(2025, 1, 1).strftime(how)
+class _SomeDay(datetime):
+    @classmethod
+    def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
+        return datetime(2025, 1, 1)
+
+
+@contextmanager
+def _some_day() -> Iterator[None]:
+    """Inside, a template that asks for the date gets this one. (transformers 5.23 passes no functions to templates, so that the date cannot
+    be given as a variable.)
+    """
+    from transformers.utils import chat_template_utils as templates
+
+    with _ONE:
+        usual = templates.datetime
+        templates.datetime = _SomeDay
+        try:
+            yield
+        finally:
+            templates.datetime = usual
 
 
 def render(tokenizer: Any, messages: Messages, ask: bool = False, tools: Tools = None) -> str:
     """The conversation rendered as in serving (``texts.render``), but always with the same date. ``ask``: with the generation prompt."""
-    return texts.render(tokenizer, messages, ask=ask, tools=tools, variables={"strftime_now": _some_day})
+    with _some_day():
+        return texts.render(tokenizer, messages, ask=ask, tools=tools)
 
 
 class Talk(NamedTuple):
@@ -129,10 +151,11 @@ def _tagged(tokenizer: Any, messages: Messages, tools: Tools, template: str) -> 
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
-        rendered, spans = render_jinja_template(
-            conversations=[messages], chat_template=template, tools=tools, return_assistant_tokens_mask=True, strftime_now=_some_day,
-            **tokenizer.special_tokens_map,
-        )  # fmt: skip
+        with _some_day():
+            rendered, spans = render_jinja_template(
+                conversations=[messages], chat_template=template, tools=tools, return_assistant_tokens_mask=True,
+                **tokenizer.special_tokens_map,
+            )  # fmt: skip
     except Exception as error:  # templates raise errors of many kinds, see texts.render
         raise refused(error) from None
     return unicode(rendered[0], "what the chat template writes"), [(start, end) for start, end in spans[0]]

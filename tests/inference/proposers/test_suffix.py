@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from headstart.heads.errors import UserError
@@ -95,6 +95,7 @@ def test_its_guesses_are_the_most_probable_ones(text: list[int], after: list[int
 @given(TEXTS, st.integers(1, 4), st.floats(0.05, 0.6))
 def test_width_and_least_probability(text: list[int], branch: int, least: float) -> None:
     proposer, values = fed(text, places=999), naive_values(text, [], 1, 5)
+    assume(all(abs(value - least) > 1e-12 for value in values.values()))  # equal up to rounding: either way is right
     paths = prefixes(proposer.guess((), 5, 999, branch, least).tree(CPU))
     for row in [(), *paths]:
         children = sorted((values[path] for path in paths if path[:-1] == row), reverse=True)
