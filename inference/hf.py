@@ -120,8 +120,8 @@ def speculate(drafter: Guesser, *, policy: Policy = None, tokenizer: Any = None,
         check_caller(model)
         check_prepared(prepared)
         ends, length, sampled = ends_of(stopping_criteria), input_ids.shape[1], bool(generation_config.do_sample)
-        processors, settings = split(logits_processor, sampled, ends.stop, length)
         prompts = prompts_of(input_ids, prepared)
+        processors, settings = split(logits_processor, sampled, ends.stop, length, [length - len(prompt) for prompt in prompts])
         if streamer is not None and len(prompts) > 1:
             raise UserError(f"a streamer takes one sequence, there are {len(prompts)}")
         own = own.or_the_last(model, drafter, policy, tokenizer)

@@ -115,16 +115,19 @@ def ends_of(criteria: Sequence[Any]) -> Ends:
     return Ends(stop, own, min(lengths), any(hasattr(criterion, "eos_token_id") for criterion in criteria))
 
 
-def split(processors: Sequence[Any], sampled: bool, stop: list[int], length: int) -> tuple[list[Any], dict[str, Any]]:
+def split(
+    processors: Sequence[Any], sampled: bool, stop: list[int], length: int, padding: Sequence[int]
+) -> tuple[list[Any], dict[str, Any]]:
     """Split transformers' list of processors. Returns those that must be called as they are, and the fields of ``SamplingParams`` that
-    replace the others: the last ones in the list, as far as they stand in the order of ``SETTINGS``. ``length``: of the padded prompt.
+    replace the others: the last ones in the list, as far as they stand in the order of ``SETTINGS``. ``length``: of the padded
+    prompts; ``padding``: how much of it each has.
 
     Raises UserError naming the user's argument where a processor cannot be applied.
     """
     own, last, found = list(processors), len(ORDER), dict[str, Any]()
     while own and type(own[-1]).__name__ == "LogitNormalization":  # as the last one it changes no distribution
         own.pop()
-    while own and (name := type(own[-1]).__name__) in ORDER and ORDER.index(name) < last and _is_plain(own[-1], stop, length):
+    while own and (name := type(own[-1]).__name__) in ORDER and ORDER.index(name) < last and _is_plain(own[-1], stop, length, padding):
         field, attribute = SETTINGS[name]
         value, last = getattr(own.pop(), attribute), ORDER.index(name)
         if name == "MinLengthLogitsProcessor":
@@ -139,12 +142,15 @@ def split(processors: Sequence[Any], sampled: bool, stop: list[int], length: int
     return own, {"temperature": 1.0, **found} if sampled else {k: v for k, v in found.items() if k not in filters}
 
 
-def _is_plain(processor: Any, stop: list[int], length: int) -> bool:
+def _is_plain(processor: Any, stop: list[int], length: int, padding: Sequence[int]) -> bool:
     """Whether the processor does exactly what its field of ``SamplingParams`` does."""
     if (ends := getattr(processor, "eos_token_id", None)) is not None:
         return set(ends.flatten().tolist()) == set(stop) and getattr(processor, "prompt_length_to_skip", length) == length
     filters = getattr(processor, "filter_value", float("-inf")) == float("-inf") and getattr(processor, "min_tokens_to_keep", 1) == 1
-    return filters and not getattr(processor, "prompt_ignore_length", None)
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    if isinstance(ignored, Tensor):  # transformers 5.23 leaves out the padding, as we do
+        return filters and ignored.tolist() == list(padding)
+    return filters and not ignored
 
 
 def samplings(settings: dict[str, Any], sampled: bool, count: int) -> list[SamplingParams]:

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from headstart.data.batch import TargetBatch, TokenBatch
 from headstart.data.live import look
+from headstart.heads import products
 from headstart.heads.unroll import unroll
 from headstart.inference.decoding.target import Target
 from headstart.inference.reports.walk import Walk, walk_rows
 from headstart.trainers import clock as clock_module
-from headstart.trainers import operations, products, progress, trainer
+from headstart.trainers import operations, progress, trainer
 from headstart.trainers.clock import Clock
 from headstart.trainers.gpus import GPUS, peak_of
 from headstart.trainers.learner import Learner, Seen, Wanted, evaluate

@@ -241,7 +241,7 @@ def test_prompts_are_all_beginnings_of_documents_before_a_supervised_token(
     turn: int | None, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of those that leave room for the new tokens, in the row and before the turn of a longrope target."""
-    monkeypatch.setattr(Target, "turn", turn)
+    monkeypatch.setattr(Target, "rope_switch", turn)
     (batch,) = micro = batches()
     batch.loss_mask_BT &= torch.rand(batch.tokens_BT.shape) < 0.4
     wanted = []

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from headstart.heads import hub
+from headstart.heads import hub, products
 from headstart.heads.base import Roots, TargetShape
 from headstart.heads.errors import UserError
 from headstart.heads.layers import MLP, RMSNorm
@@ -25,7 +25,6 @@ from headstart.heads.unroll import unroll
 from headstart.inference.decoding.placement import multiplies_bf16
 from headstart.inference.decoding.target import Target
 from headstart.trainers import plan as module
-from headstart.trainers import products
 from headstart.trainers.joint import Joint
 from headstart.trainers.losses import fused_loss
 from headstart.trainers.operations import Operations

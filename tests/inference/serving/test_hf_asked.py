@@ -170,7 +170,7 @@ def test_a_least_length_holds_the_stop_tokens_back() -> None:
         expected = model.generate(**inputs, **settings)
         for guesser in (None, trained("eagle")):
             assert all(torch.equal(found, expected) for found in both_doors(model, guesser, inputs, **settings)), how
-        own, found = split(listed(**settings), False, [said[4]], 9)
+        own, found = split(listed(**settings), False, [said[4]], 9, [0])
         assert not own and set(found) == {"min_tokens"}
     for beyond in (-1, 96, [said[4], 5000]):  # of 96 tokens: such an id ends nothing, and no token is held back for it
         settings |= {"eos_token_id": beyond, "min_new_tokens": NEW, "sequence_bias": [[[95], 99.0]]}  # -1 held back the last one
@@ -198,21 +198,24 @@ def listed(**settings: Any) -> Any:
 def test_the_last_processors_become_settings() -> None:
     warm = {"do_sample": True, "temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.1}
     fields = {k: v for k, v in warm.items() if k != "do_sample"}
-    assert split(listed(**warm, renormalize_logits=True), True, [], 9) == ([], fields)
-    assert split(listed(**warm, repetition_penalty=1.2), True, [], 9) == ([], fields | {"repetition_penalty": 1.2})
-    assert split(listed(repetition_penalty=1.2), False, [], 9) == ([], {"repetition_penalty": 1.2})
-    assert split([processors.TopKLogitsWarper(3)], True, [], 9) == ([], {"temperature": 1.0, "top_k": 3})  # the user's own
-    assert split([processors.TopKLogitsWarper(3)], False, [], 9) == ([], {})  # which never takes the likeliest token
-    own, found = split(listed(**warm, repetition_penalty=1.2, logits_processor=[Even()]), True, [], 9)
+    assert split(listed(**warm, renormalize_logits=True), True, [], 9, [0]) == ([], fields)
+    assert split(listed(**warm, repetition_penalty=1.2), True, [], 9, [0]) == ([], fields | {"repetition_penalty": 1.2})
+    assert split(listed(repetition_penalty=1.2), False, [], 9, [0]) == ([], {"repetition_penalty": 1.2})
+    assert split([processors.TopKLogitsWarper(3)], True, [], 9, [0]) == ([], {"temperature": 1.0, "top_k": 3})  # the user's own
+    assert split([processors.TopKLogitsWarper(3)], False, [], 9, [0]) == ([], {})  # which never takes the likeliest token
+    own, found = split(listed(**warm, repetition_penalty=1.2, logits_processor=[Even()]), True, [], 9, [0])
     assert [type(p).__name__ for p in own] == ["RepetitionPenaltyLogitsProcessor", "Even"] and found == fields
-    own, found = split(listed(**warm, typical_p=0.9), True, [], 9)
+    own, found = split(listed(**warm, typical_p=0.9), True, [], 9, [0])
     assert len(own) == 5 and found == {"temperature": 1.0}  # typical_p stands behind all of them
     for other in (processors.TopKLogitsWarper(3, filter_value=-9.0), processors.TopPLogitsWarper(0.9, min_tokens_to_keep=2)):
-        assert split([other], True, [], 9) == ([other], {"temperature": 1.0})
+        assert split([other], True, [], 9, [0]) == ([other], {"temperature": 1.0})
     swapped = [processors.TopPLogitsWarper(0.9), processors.TopKLogitsWarper(3)]
-    assert split(swapped, True, [], 9) == (swapped[:1], {"temperature": 1.0, "top_k": 3})
+    assert split(swapped, True, [], 9, [0]) == (swapped[:1], {"temperature": 1.0, "top_k": 3})
     ignoring = processors.RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=3)
-    assert split([ignoring], False, [], 9) == ([ignoring], {})
+    assert split([ignoring], False, [], 9, [0]) == ([ignoring], {})
+    ignoring.prompt_ignore_length = torch.tensor([0, 2])  # as transformers 5.23 says how much padding there is
+    assert split([ignoring], False, [], 9, [0, 2]) == ([], {"repetition_penalty": 1.2})
+    assert split([ignoring], False, [], 9, [0, 3]) == ([ignoring], {})
 
 
 def test_what_cannot_be_asked_about_a_guess_is_refused_by_the_name_the_user_gave() -> None:
