@@ -232,9 +232,15 @@ def to_first(accelerator: Accelerator, owner: int, x: Tensor | None, like: Tenso
     if x is not None and rank == owner == 0:
         return x.detach().cpu()
     if x is not None and rank == owner:
-        dist.send(x.detach().to(device).contiguous(), 0)
+        _exchange(dist.P2POp(dist.isend, x.detach().to(device).contiguous(), 0))
     elif rank == 0:
         found = torch.empty(like.shape, dtype=like.dtype, device=device)
-        dist.recv(found, owner)
+        _exchange(dist.P2POp(dist.irecv, found, owner))
         return found.cpu()
     return None
+
+
+def _exchange(one: dist.P2POp) -> None:
+    """Send or receive. As a batch of one: NCCL warns of single operations, and may open a communicator for each pair of processes."""
+    for work in dist.batch_isend_irecv([one]):
+        work.wait()

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import os
-import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
-from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import InitProcessGroupKwargs, patch_environment
+from accelerate.utils import patch_environment
 
 from headstart.heads.errors import UserError
+from headstart.inference.decoding.meeting import meet
 from headstart.inference.decoding.placement import is_main, multiplies_bf16, processes
 from headstart.trainers.arm import Arm
 
@@ -43,39 +40,13 @@ def open_accelerator(precision: str, device: torch.device, timeout: float = 0.0)
             )
         torch.cuda.set_device(device)  # for kernels that run on the current device
         own = {"ACCELERATE_TORCH_DEVICE": str(device)}  # else accelerate takes the first GPU
+    if processes() > 1:
+        meet(device, max(LONGEST, 2 * timeout))
     with patch_environment(**own):
-        meeting = _meeting() if processes() > 1 else None
-        patience = InitProcessGroupKwargs(init_method=meeting, timeout=timedelta(seconds=max(LONGEST, 2 * timeout)))
-        how: dict[str, Any] = dict(mixed_precision=_precision(precision, device), cpu=device.type == "cpu")
-        try:
-            accelerator = Accelerator(**how, kwargs_handlers=[patience])
-        except torch.distributed.DistStoreError as e:
-            joined = re.search(r"\d+/\d+ clients joined", str(e))
-            where = ":".join(os.environ.get(key, "?") for key in ("MASTER_ADDR", "MASTER_PORT"))
-            why = f"not all came in {patience.timeout} ({joined[0] if joined else e})"
-            raise UserError(f"{processes()} processes were to meet at {where}, and {why}") from e
+        accelerator = Accelerator(mixed_precision=_precision(precision, device), cpu=device.type == "cpu")
     if accelerator.num_processes != processes():
         raise UserError(f"{processes()} processes were started, accelerate sees {accelerator.num_processes}: start them with torchrun")
     return accelerator
-
-
-_meetings = itertools.count()  # counts the meetings of these processes: the runs of a --multirun
-
-
-@cache
-def _meeting() -> str:
-    """The URL of torch's rendezvous: as env://, but with a separate key prefix for each run and each restart. (torchrun keeps one store
-    over its restarts; with torch 2.13 the new processes would find the addresses of the dead ones there.)
-    """
-    from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
-
-    def meet(url: str, timeout: timedelta = timedelta(seconds=LONGEST), **_: Any) -> Iterator[Any]:
-        store, rank, world = next(rendezvous("env://", timeout=timeout))
-        start = f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)} {next(_meetings)}"
-        yield torch.distributed.PrefixStore(start, store), rank, world
-
-    register_rendezvous_handler("headstart", meet)
-    return "headstart://"
 
 
 def _precision(name: str, device: torch.device) -> str:

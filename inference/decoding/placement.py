@@ -16,7 +16,9 @@ from torch import nn
 
 from headstart.heads.errors import UserError, first_line
 from headstart.heads.stored import check_model, named
+from headstart.inference.decoding.meeting import meet
 
+LOADING = 7200.0  # seconds within which all processes must have loaded their shards: disks and machines differ in speed
 SHARED = re.compile(r"tp(:[1-9]\d*)?|fsdp")
 
 
@@ -47,10 +49,12 @@ def placement(device: str, config: Any) -> dict[str, Any]:
 
     ``config``: the model's; with several groups its ``base_model_fsdp_plan`` is set. Where the layers are sharded, groups of neighboring
     processes compute each layer together. The weights are divided among the groups, and each layer is gathered when a pass reaches it.
+    The processes meet here then.
     """
     if is_sharded(device):
         from transformers.distributed import DistributedConfig
 
+        meet(torch.device(check_device("auto")), LOADING)
         atexit.register(_leave)  # otherwise the process group's threads outlive the interpreter
         tensor = tensor_size(device)
         groups = processes() // tensor

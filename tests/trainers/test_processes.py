@@ -8,7 +8,9 @@ import os
 import re
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from headstart.trainers import checkpoint
 from headstart.trainers.interrupt import AFTER
 from headstart.trainers.processes import open_accelerator, together
 from tests.starting import LONGEST
-from tests.trainers.conftest import ROOT, TORCHRUN
+from tests.trainers.conftest import ROOT, TORCHRUN, save_target
 from tests.trainers.two_endings import WAYS
 
 LOST = "error (process 0): another process of this run has ended: if it left a message, that says why\n"
@@ -95,6 +97,31 @@ def test_one_gpu_for_several_processes_is_refused(monkeypatch: pytest.MonkeyPatc
         open_accelerator("fp32", torch.device("cuda:1"))
 
 
+@pytest.mark.parametrize(("device", "how"), [
+    (torch.device("cuda:1"), {"backend": "nccl", "device_id": torch.device("cuda:1")}),
+    (torch.device("cpu"), {"backend": "gloo"}),
+])  # fmt: skip
+def test_the_group_of_the_processes_is_bound_to_their_gpus(
+    device: torch.device, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then NCCL has one communicator, made when they meet. Otherwise the first checkpoint would make one for each pair of processes."""
+    asked: list[dict[str, Any]] = []
+
+    def met(**given: Any) -> None:
+        asked.append(given)
+        raise InterruptedError
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **given: met(**given))
+    with pytest.raises(InterruptedError):
+        open_accelerator("fp32", device, 5000.0)
+    shared = {"init_method": "headstart://", "timeout": timedelta(seconds=10000)}
+    assert asked == [how | shared]
+
+
 @pytest.mark.parametrize("rank", ["0", "3"])
 @pytest.mark.parametrize(
     ("error", "says"),
@@ -142,3 +169,22 @@ def test_the_same_processes_meet_again_for_the_next_run(tmp_path: Path) -> None:
     command = [*TORCHRUN, "--nproc-per-node", "2", str(tmp_path / "twice.py")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_processes_that_share_a_target_meet_again_after_a_restart(tmp_path: Path) -> None:
+    """The second one dies, torchrun starts both again with the same store, and the first one comes late: its old address is in there."""
+    folder, script = save_target(tmp_path / "target"), tmp_path / "again.py"
+    script.write_text(
+        "import os, time, torch, transformers\nfrom headstart.inference.decoding.target import Target\n"
+        "rank, restarts = os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "time.sleep(8 * (restarts == '1' and rank == '0'))\n"
+        f"Target.load({str(folder)!r}, device='fsdp')\n"
+        "if restarts == '0':\n"
+        "    time.sleep(100 * (rank == '0'))\n"
+        "    os._exit(1)\n"
+        "print('loaded again')\n"
+    )
+    command = [*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "1", str(script)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LONGEST)
+    assert done.returncode == 0 and done.stdout.count("loaded again") == 2, done.stdout + done.stderr[-3000:]
