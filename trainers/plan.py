@@ -24,6 +24,7 @@ from headstart.heads.errors import UserError
 from headstart.heads.memory import Memory
 from headstart.heads.unroll import unroll
 from headstart.heads.vocab import most_frequent
+from headstart.inference.decoding.gathered import AT_ONCE
 from headstart.inference.decoding.info import DTYPES
 from headstart.inference.decoding.placement import is_sharded, tensor_size
 from headstart.inference.settings import config_of
@@ -146,15 +147,14 @@ class Count:
 
 def _held(device: str, gpus: int, weights: int, ends: int, layers: int) -> float:
     """Weights of the target on one GPU. ``device``: target.device. ``ends``: those of embedding and output head. ``layers``: how many
-    layers are loaded; 0: the ends alone.
+    are loaded; 0: the ends alone. A sharded target also has all of the ends, and AT_ONCE layers if these are gathered as they run.
     """
     if not layers:
         return ends
     if not is_sharded(device):
         return weights / (gpus if device == "map" else 1)
-    # each process also holds all of the ends, and one whole layer if layers are gathered as they run
     among = gpus if device == "tp" else tensor_size(device)
-    return weights / gpus + ends + (max(weights - ends, 0) / layers / among if among < gpus else 0)
+    return weights / gpus + ends + (AT_ONCE * max(weights - ends, 0) / layers / among if among < gpus else 0)
 
 
 def _spread(parallel: Settings, world: int, counted: list[Count]) -> dict[str, float]:

@@ -29,6 +29,7 @@ from headstart.heads.memory import Memory, Passing, Slots
 from headstart.heads.prepack import prepack_beside
 from headstart.heads.products import frozen_layers
 from headstart.heads.visibility import CausalSees, ChainSees, Sees
+from headstart.inference.decoding.gathered import gather_ahead
 from headstart.inference.decoding.info import DTYPES, FEW, TargetInfo, ends_of, loading, rope_switch_of, scaled_head, shape_of
 from headstart.inference.decoding.mend import mend_scales
 from headstart.inference.decoding.placement import (
@@ -187,6 +188,7 @@ class Target(TargetInfo):
         target = cls(model, tokenizer, name=str(path))
         target.typed = "auto" if dtype == "auto" or config.dtype == model.dtype else dtype
         target.tensor = tensor_size(device)
+        gather_ahead(target.layers)
         check_driven(target)
         return target
 

@@ -309,7 +309,7 @@ def test_what_is_shared_out_takes_less_of_each() -> None:
     ends = 2 * 2 * 128256 * 4096
     tp, gathered = (plan(settings(*asked, f"target.device={device}", "report=none")) for device in ("tp", "fsdp"))
     assert tp.processes == 8 and tp.memory["target"] == ddp["target"] / 8 + ends
-    assert gathered.memory["target"] == pytest.approx(tp.memory["target"] + (ddp["target"] - ends) / 32)
+    assert gathered.memory["target"] == pytest.approx(tp.memory["target"] + 3 * (ddp["target"] - ends) / 32), "see gathered_layers"
     ways = [
         " ".join(words) for words, _ in nearest(settings("head=eagle", "target=llama70b", "trainer=full", "gpus=8", "target.device=auto"))
     ]

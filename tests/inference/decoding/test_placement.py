@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from headstart.door.launch import free_port
@@ -25,6 +26,7 @@ from headstart.inference import hf
 from headstart.inference.decoding import auto, context
 from headstart.inference.decoding.decode import check_prompt, generate, longest
 from headstart.inference.decoding.decoder import generate_batch
+from headstart.inference.decoding.gathered import AT_ONCE
 from headstart.inference.decoding.placement import check_device, hub_answers
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.probe import check_driven
@@ -32,8 +34,9 @@ from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.stored import StoredTarget
 from headstart.inference.decoding.target import Target
 from tests.drafters import make, random_tokens
+from tests.starting import LONGEST
 from tests.tiny_targets import COMMON, tiny_target
-from tests.trainers.conftest import save_target
+from tests.trainers.conftest import TORCHRUN, save_target
 
 ROOT = Path(__file__).resolve().parents[3]
 TREE = TreePolicy(depth=3, nodes=8, branch=3)
@@ -75,6 +78,31 @@ def test_two_processes_share_every_layer(tmp_path: Path) -> None:
     for process in both:
         said, _ = process.communicate(timeout=200)
         assert process.returncode == 0, said
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def gathered(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two processes say of a target that they gather layer by layer; its layers are large beside the states."""
+    out = tmp_path_factory.mktemp("gathered")
+    folder = save_target(out / "target", hidden_size=256, intermediate_size=512)
+    if request.param:
+        weights = load_file(folder / "model.safetensors")
+        save_file({k: x for k, x in weights.items() if k != "lm_head.weight"}, folder / "model.safetensors", metadata={"format": "pt"})
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    command = [*TORCHRUN, "--nproc-per-node", "2", "-m", "tests.inference.decoding.gathered_layers", str(folder), str(out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LONGEST)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.slow
+def test_a_layer_is_gathered_while_the_one_before_it_computes(gathered: list[dict[str, Any]]) -> None:
+    """A pass then holds as many layers as a plan counts; gloo's own copy of a layer comes on top, on a GPU there is none."""
+    for said in gathered:
+        assert said["same"] and said["next"] == [True] * 3
+        assert said["layers"] == pytest.approx(AT_ONCE + 1, abs=0.1)
 
 
 def test_one_process_has_nobody_to_share_with(monkeypatch: pytest.MonkeyPatch) -> None:
