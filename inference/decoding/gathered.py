@@ -1,4 +1,4 @@
-"""A target whose layers are gathered as a pass reaches them (FSDP2): when they are gathered."""
+"""A target whose layers are gathered as a pass reaches them (FSDP2): when they are gathered, and what stays whole."""
 
 from __future__ import annotations
 
@@ -17,3 +17,13 @@ def gather_ahead(layers: nn.ModuleList) -> None:
     for layer, following in itertools.pairwise(layers):
         if isinstance(layer, FSDPModule) and isinstance(following, FSDPModule):
             layer.set_modules_to_forward_prefetch([following])
+
+
+def let_go(model: nn.Module) -> None:
+    """Hold no weights whole while they are not used. transformers keeps an output head or a tied embedding whole once it was; but the
+    caller has copies of both, and runs the decoder alone: the whole model might not run any more.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_reshard_after_forward(True, recurse=False)
+            module.reshard()

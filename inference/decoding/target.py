@@ -29,7 +29,7 @@ from headstart.heads.memory import Memory, Passing, Slots
 from headstart.heads.prepack import prepack_beside
 from headstart.heads.products import frozen_layers
 from headstart.heads.visibility import CausalSees, ChainSees, Sees
-from headstart.inference.decoding.gathered import gather_ahead
+from headstart.inference.decoding.gathered import gather_ahead, let_go
 from headstart.inference.decoding.info import DTYPES, FEW, TargetInfo, ends_of, loading, rope_switch_of, scaled_head, shape_of
 from headstart.inference.decoding.mend import mend_scales
 from headstart.inference.decoding.placement import (
@@ -225,6 +225,7 @@ class Target(TargetInfo):
         if self.sharded and not self.apart:
             _ = self.fingerprint  # computed now: it gathers the shards of all processes
             self.apart, ends = True, self.ends
+            let_go(self.model)
             table: Any = ends.embed.weight
             embed = nn.Embedding.from_pretrained(_whole(table)) if hasattr(table, "full_tensor") else ends.embed
             self.ends = TargetEnds(embed, ends.head_VD, ends.softcap, None, ends.scaled)  # no model: nobody may run its layers alone

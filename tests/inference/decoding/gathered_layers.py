@@ -3,6 +3,7 @@ TARGET OUT``. Each process writes OUT/RANK.json.
 
 next        for each layer but the last: whether the next layer's weights were already being gathered when it began to compute
 layers      the most bytes held during a pass, beyond those held before, in bytes of one layer's weights
+whole       which of the model's embedding and output head are whole after a pass: the target has copies of them (``ends``)
 same        whether the states are those of a whole target
 """
 
@@ -51,7 +52,9 @@ def main(folder: str, out: Path) -> None:
     for here, following in pairwise(layers):
         here.self_attn.register_forward_pre_hook(lambda *_, other=following: under_way.append(group(other)._all_gather_result is not None))
     target.read(tokens, tokens, ())
-    (out / f"{os.environ['RANK']}.json").write_text(json.dumps({"next": under_way, "layers": held / layer, "same": same}))
+    ends = {"embedding": target.model.get_input_embeddings(), "head": target.model.get_output_embeddings()}
+    kept = [name for name, module in ends.items() if not hasattr(module.weight, "full_tensor")]
+    (out / f"{os.environ['RANK']}.json").write_text(json.dumps({"next": under_way, "layers": held / layer, "same": same, "whole": kept}))
 
 
 if __name__ == "__main__":

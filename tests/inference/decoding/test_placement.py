@@ -105,6 +105,12 @@ def test_a_layer_is_gathered_while_the_one_before_it_computes(gathered: list[dic
         assert said["layers"] == pytest.approx(AT_ONCE + 1, abs=0.1)
 
 
+@pytest.mark.slow
+def test_the_ends_of_a_gathered_target_are_not_held_twice(gathered: list[dict[str, Any]]) -> None:
+    """transformers keeps the output head whole once the whole model ran, as when a target is probed; a tied embedding after a pass, too."""
+    assert [said["whole"] for said in gathered] == [[], []]
+
+
 def test_one_process_has_nobody_to_share_with(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(UserError, match=r"target\.device=tp .*start them with torchrun --nproc-per-node=GPUS -m inference"):
