@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import patch_environment
+from accelerate.utils import DistributedDataParallelKwargs, patch_environment
 
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.meeting import meet
@@ -23,6 +23,7 @@ from headstart.trainers.arm import Arm
 PATIENCE, ANSWER = 60.0, 20.0  # seconds within which the other processes must fail as well, and the store must answer
 # words in the errors of gloo, NCCL and torch's store that say that another process has ended
 GONE = ("Connection closed", "Connection was likely closed", "Connection reset", "Broken pipe", "ncclRemoteError")
+VIEWS = DistributedDataParallelKwargs(gradient_as_bucket_view=True)  # gradients are in the buckets, not also beside them
 LONGEST = 1800.0  # the least timeout of collective operations, in seconds: long enough for loading a target, when no watch runs
 
 
@@ -43,7 +44,7 @@ def open_accelerator(precision: str, device: torch.device, timeout: float = 0.0)
     if processes() > 1:
         meet(device, max(LONGEST, 2 * timeout))
     with patch_environment(**own):
-        accelerator = Accelerator(mixed_precision=_precision(precision, device), cpu=device.type == "cpu")
+        accelerator = Accelerator(mixed_precision=_precision(precision, device), cpu=device.type == "cpu", kwargs_handlers=[VIEWS])
     if accelerator.num_processes != processes():
         raise UserError(f"{processes()} processes were started, accelerate sees {accelerator.num_processes}: start them with torchrun")
     return accelerator

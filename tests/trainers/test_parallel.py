@@ -155,6 +155,16 @@ def test_a_target_that_processes_share_says_what_a_whole_one_says(tmp_path: Path
             same(newest(tmp_path / device / head), newest(tmp_path / "one" / head))
 
 
+@pytest.mark.slow
+def test_gradients_are_held_once(tmp_path: Path) -> None:
+    """In the buckets in which the processes add them up, not also beside them."""
+    command = [*TORCHRUN, "--nproc-per-node", "2", "-m", "tests.trainers.two_gradients", str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LONGEST, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)] == [True, True]
+
+
 def test_moments_before_the_first_step_are_those_that_an_optimiser_begins_with() -> None:
     """A checkpoint may be made then: where the first steps were skipped."""
     sent = to_first(Accelerator(cpu=True), 0, None, torch.ones(2, 3, device="meta"))  # as Parallel.wanted has them
