@@ -51,7 +51,8 @@ class Zero(Parallel):
         settings: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
         settings |= {"zero_allow_untested_optimizer": True, "steps_per_print": 1 << 40}
         if self.accelerator.mixed_precision == "bf16":
-            settings["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+            # no modules: DeepSpeed would add up the gradients of theirs in bf16
+            settings["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
         what: dict[str, Any] = {"model": self.learner, "optimizer": self.optimizer, "config": settings, "dist_init_required": False}
         with patch_environment(LOCAL_RANK=device.index or 0 if device.type == "cuda" else self.accelerator.local_process_index):
             # DeepSpeed requires LOCAL_RANK, which a single process lacks, and uses the GPU of that number

@@ -156,6 +156,24 @@ def test_a_target_that_processes_share_says_what_a_whole_one_says(tmp_path: Path
 
 
 @pytest.mark.slow
+def test_deepspeed_adds_up_gradients_in_fp32_under_bf16(tmp_path: Path) -> None:
+    """As the other ways do. By default it would add up those of nn.Linear in bf16."""
+    pytest.importorskip("deepspeed")
+    (tmp_path / "zero.py").write_text(
+        "import os, torch\nfrom accelerate import Accelerator\nfrom headstart.trainers.zero import Zero\n"
+        "class Learner(torch.nn.Linear):\n    trained = property(lambda self: self)\n"
+        "learner, one = Learner(8, 8), Accelerator(cpu=True, mixed_precision='bf16')\n"
+        "inner = torch.nn.Sequential(torch.nn.Linear(8, 8))\nlearner.inner = inner\n"
+        "zero = Zero(one, learner, [torch.optim.AdamW(learner.parameters(), fused=True)], 2, False)\n"
+        "print('kinds', list(zero.engine.optimizer.ipg_buckets), flush=True)\nos._exit(0)\n"
+    )
+    alone = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    command = [sys.executable, str(tmp_path / "zero.py")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LONGEST, env=alone)
+    assert "kinds [torch.float32]" in done.stdout, done.stdout + done.stderr[-3000:]
+
+
+@pytest.mark.slow
 def test_gradients_are_held_once(tmp_path: Path) -> None:
     """In the buckets in which the processes add them up, not also beside them."""
     command = [*TORCHRUN, "--nproc-per-node", "2", "-m", "tests.trainers.two_gradients", str(tmp_path)]
