@@ -54,6 +54,7 @@ def placement(device: str, config: Any) -> dict[str, Any]:
     if is_sharded(device):
         from transformers.distributed import DistributedConfig
 
+        _check_heads(device, config.get_text_config())
         meet(torch.device(check_device("auto")), LOADING)
         atexit.register(_leave)  # otherwise the process group's threads outlive the interpreter
         tensor = tensor_size(device)
@@ -63,6 +64,18 @@ def placement(device: str, config: Any) -> dict[str, Any]:
             config.base_model_fsdp_plan = _gathered(config)
         return {"distributed_config": DistributedConfig(**how, fsdp_size=groups), "config": config}
     return {"device_map": "auto" if device == "map" else {"": device}}
+
+
+def _check_heads(device: str, config: Any) -> None:
+    """Raises UserError where tensor parallelism would cut through a head of attention."""
+    among, plan = tensor_size(device), getattr(config, "base_model_tp_plan", None) or {}
+    if not any(name.endswith(".k_proj") and how == "colwise" for name, how in plan.items()):
+        return
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        count = getattr(config, key, None)
+        if count and count % among:
+            raise UserError(f"target.device={device}: {among} processes cannot share {key}={count} equally: take tp:N with a number that "
+                            "divides it, or fsdp")  # fmt: skip
 
 
 def _gathered(config: Any) -> dict[str, str]:

@@ -27,7 +27,7 @@ from headstart.inference.decoding import auto, context
 from headstart.inference.decoding.decode import check_prompt, generate, longest
 from headstart.inference.decoding.decoder import generate_batch
 from headstart.inference.decoding.gathered import AT_ONCE
-from headstart.inference.decoding.placement import check_device, hub_answers
+from headstart.inference.decoding.placement import check_device, hub_answers, placement
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.probe import check_driven
 from headstart.inference.decoding.propose import Drafting
@@ -115,6 +115,14 @@ def test_one_process_has_nobody_to_share_with(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(UserError, match=r"target\.device=tp .*start them with torchrun --nproc-per-node=GPUS -m inference"):
         check_device("tp")
+
+
+def test_heads_that_cannot_be_shared_are_refused_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import LlamaConfig
+
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(UserError, match=r"target\.device=tp: 8 processes cannot share num_key_value_heads=4 equally: take tp:N .*or fsdp"):
+        placement("tp", LlamaConfig(num_attention_heads=16, num_key_value_heads=4))
 
 
 def test_layers_that_accelerate_keeps_on_disk_are_refused(tmp_path: Path) -> None:
