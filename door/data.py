@@ -70,7 +70,7 @@ def capture(config: dict[str, Any]) -> None:
 def regenerate(config: dict[str, Any]) -> None:
     check_speculator(config["speculator"])
     check_out(config["out"], file=True)
-    loading(config, f" for {config['out']}")
+    loading(config, f" for {config['out']}", "loading" if config["url"] is None else "reading the tokenizer of")
     load_torch()
     from headstart.data import regenerate
 

@@ -101,10 +101,10 @@ def enter(
             end(explain(e, config_name) if isinstance(e, ValueError) else f"{about[0]}: {str(e) or 'hydra cannot use it'}")
 
 
-def loading(config: Settings, more: str = "") -> None:
+def loading(config: Settings, more: str = "", what: str = "loading") -> None:
     """Print what is loaded, before imports that take seconds. A run of several processes prints nothing."""
     if "RANK" not in os.environ:
-        print(f"loading {called(config['target'])} ({config['target']['path']}){more} ...", flush=True)
+        print(f"{what} {called(config['target'])} ({config['target']['path']}){more} ...", flush=True)
 
 
 def load_torch() -> None:

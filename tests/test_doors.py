@@ -454,3 +454,20 @@ def test_a_file_where_a_folder_is_wanted(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_file_of_a_drafter_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("inference", [f"speculator={EAGLE}/config.json", "prompts=x"], tmp_path, monkeypatch) == 2
     assert capsys.readouterr().err == f"error: speculator={EAGLE}/config.json is a file: give its folder\n"
+
+
+@pytest.mark.parametrize(
+    ("url", "says"), [(None, "loading tiny (assets/tiny) for a.jsonl"), ("http://there/v1", "reading the tokenizer of tiny (")]
+)
+def test_regenerate_says_what_it_loads(
+    url: str | None, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a target that is served elsewhere it loads no weights."""
+    from headstart.data import regenerate
+    from headstart.door import data
+
+    monkeypatch.setattr(regenerate, "main", lambda config: None)
+    monkeypatch.setattr(data, "say_next", lambda *_: None)
+    target = {"name": "tiny", "path": "assets/tiny"}
+    data.regenerate({"speculator": None, "out": "a.jsonl", "url": url, "target": target})
+    assert capsys.readouterr().out.startswith(says)

@@ -250,7 +250,7 @@ def reasons(config: dict[str, Any], best: Sequence[Choice], target: Model, known
         yield f"  acceptance of the first guess, {head}: {rates[0]:.2f}, {state}"
     own = "" if config["report"] is None else " (done)"
     yield f"  guesses by task: more where what was read is repeated (code, summaries), fewer in chats; report on your own prompts{own}"
-    yield f"  batch: verifying costs {', '.join(f'{c.verify:.2f} at {c.sequences}' for c in best)} plain passes"
+    yield f"  batch: verifying costs {', '.join(f'{c.verify:.2f} at {c.sequences} ({c.head})' for c in best)} plain passes"
     state = about if room > 0 else "the target alone does not fit"
     yield f"  memory: the target's weights take {weights / 1e9:.0f} of {gpus * gpu.memory / 1e9:.0f} GB: {state}"
     if config["report"] is None:

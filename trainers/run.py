@@ -60,7 +60,11 @@ def run(**settings: Any) -> dict[str, Report]:
             return {}
         exported = export(job)
         if job.reported:
-            return measure(job, exported)
+            try:
+                return measure(job, exported)
+            except KeyboardInterrupt:
+                print(f"the training is complete and exported in {job.places[0]}; the same command makes the report", flush=True)
+                raise
         hand_over(job, exported)
         return {}
 

@@ -156,6 +156,7 @@ def test_what_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert large[0].speedup[1] < 1.1 and "do not speculate here" in said and "the GPU is busy computing" in said
     for check in ("baseline first", "acceptance of the first guess", "guesses by task", "batch:", "memory:", "published"):
         assert check in said
+    assert f"{large[0].verify:.2f} at 4096 ({large[0].head}) plain passes" in said  # of the drafter that gains most there
 
 
 def test_acceptance_of_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -267,6 +267,17 @@ def test_processes_of_one_machine(composed, overrides, tmp_path):
     check_trained_alike(weights(tmp_path / "two"), weights(tmp_path / "run"), lr=0.008, steps=4)
 
 
+def test_ctrl_c_in_the_report_says_what_is_there(composed, overrides, tmp_path, monkeypatch, capsys):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_module, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(**composed(*overrides))
+    said = f"the training is complete and exported in {tmp_path / 'run'}; the same command makes the report"
+    assert said in capsys.readouterr().out and (tmp_path / "run" / "speculator" / "config.json").is_file()
+
+
 def test_ctrl_c_before_or_after_the_training_is_one_line_too(monkeypatch, capsys):
     from headstart import door
 
