@@ -11,8 +11,8 @@ Shape suffixes: R rows, W width of the matrix, V rows of the matrix.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TypeGuard
@@ -75,13 +75,18 @@ def plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 @contextmanager
-def frozen_layers(model: nn.Module) -> Iterator[None]:
-    """Inside this context the linear layers of ``model`` multiply by ``times``, where that is faster. No gradients flow through them."""
-    layers = [m for m in model.modules() if plain(m) and by_onednn(m.weight) and not autocasts(m.weight)]
+def with_forward(layers: Sequence[nn.Linear], forward: Callable[[nn.Linear], Callable[[Tensor], Tensor]]) -> Iterator[None]:
+    """Inside this context each of the layers is computed by what ``forward`` makes of it."""
     try:
         for layer in layers:
-            vars(layer)["forward"] = partial(times, weight_VW=layer.weight, bias_V=layer.bias)
+            vars(layer)["forward"] = forward(layer)
         yield
     finally:
         for layer in layers:
             del vars(layer)["forward"]
+
+
+def frozen_layers(model: nn.Module) -> AbstractContextManager[None]:
+    """A context in which the linear layers of ``model`` multiply by ``times``, where that is faster. No gradients flow through them."""
+    layers = [m for m in model.modules() if plain(m) and by_onednn(m.weight) and not autocasts(m.weight)]
+    return with_forward(layers, lambda layer: partial(times, weight_VW=layer.weight, bias_V=layer.bias))

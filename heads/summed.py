@@ -10,8 +10,7 @@ Shape suffixes: R rows, I input width, O output width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, TypeGuard
 
 import torch
@@ -25,20 +24,12 @@ LARGE = 1 << 18  # numbers in a weight: for smaller weights, the additions take 
 SMALL = 1 << 12  # where the products are also faster here
 
 
-@contextmanager
-def summed(model: nn.Module) -> Iterator[None]:
-    """For all that is computed inside this context, the large linear layers of ``model`` sum their gradients this way. The backward pass
+def summed(model: nn.Module) -> AbstractContextManager[None]:
+    """A context. For all that is computed inside, the large linear layers of ``model`` sum their gradients this way. The backward pass
     may come later, but must be a whole one: a pass to some inputs only would leave its sums to the next pass. Layers of other classes,
     with a replaced ``forward`` or hooks, with sharded weights, or without gradients stay as they are.
     """
-    layers = [m for m in model.modules() if _pays(m)]
-    try:
-        for layer in layers:
-            vars(layer)["forward"] = _Linear(layer)
-        yield
-    finally:
-        for layer in layers:
-            del vars(layer)["forward"]
+    return products.with_forward([m for m in model.modules() if _pays(m)], _Linear)
 
 
 def _pays(layer: nn.Module) -> TypeGuard[nn.Linear]:

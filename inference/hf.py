@@ -42,7 +42,7 @@ from headstart.inference.serving.hf_asked import (
     prompts_of,
     samplings,
     split,
-)  # fmt: skip
+)
 from headstart.inference.speculator import open_speculator
 
 Guesser = Drafter | Proposer | str | Path | None
