@@ -18,6 +18,7 @@ from torch.profiler import record_function
 from headstart.data.batch import TargetBatch, TokenBatch
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError, counted
+from headstart.inference.decoding.placement import say
 from headstart.inference.decoding.target import Target
 from headstart.trainers import checkpoint, earlier
 from headstart.trainers.guard import DIVERGED, FILE, OVERFLOWS, WINDOW, Guard, describe, note, overflowed
@@ -124,10 +125,10 @@ class Arm:
         self.patience.restore(state.get("patience", {}))
         then, now = (x.get("trainer", {}).get("steps") for x in (state["settings"], self.settings))
         longer = f", now to step {now} instead of {then}" if then != now else ""
-        accelerator.print(f"{self.label}resuming after step {self.fitted.steps} ({folder}){longer}")
+        say(f"{self.label}resuming after step {self.fitted.steps} ({folder}){longer}")
         self.stopped = self.patience.over and self.fitted.steps != now
         if self.stopped:
-            accelerator.print(f"{self.label}it was stopped early there; more trainer.patience, or 0, with out={self.out} goes on")
+            say(f"{self.label}it was stopped early there; more trainer.patience, or 0, with out={self.out} goes on")
         return moments
 
     def close(self) -> None:
@@ -233,7 +234,7 @@ class Arm:
         for name in ("loss", "gradient_norm"):  # the figures of the previous step must not pass for this one's
             self.shown.pop(name, None)
         if self.guard.skip(number):
-            accelerator.print(f"{self.label}step {number} is skipped: {why} (its rows: {self.run / FILE})")
+            say(f"{self.label}step {number} is skipped: {why} (its rows: {self.run / FILE})")
             return
         self.saver.wait()
         overflows = accelerator.reduce(torch.tensor(float(overflowed(step.latest)), device=accelerator.device), "sum")
@@ -256,7 +257,7 @@ class Arm:
             raise UserError(f"the earlier checkpoints in {self.run} cannot be removed: {e}") from e
         if removed:
             why = f"those after step {self.began} led to another number of steps" if self.began else "trainer.resume=false: starting over"
-            self.accelerator.print(f"{self.label}{why}, {counted(removed, 'earlier checkpoint')} removed")
+            say(f"{self.label}{why}, {counted(removed, 'earlier checkpoint')} removed")
 
     def log(self, numbers: Mapping[str, float]) -> None:
         """Send figures of the present step to the tracker, in the main process."""

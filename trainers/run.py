@@ -17,6 +17,7 @@ from headstart.heads.errors import UserError, counted
 from headstart.heads.override import typed
 from headstart.heads.serving import words_of
 from headstart.heads.stored import read_json
+from headstart.inference.decoding.placement import say
 from headstart.inference.decoding.policy import fit_depth
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.used import idle
@@ -98,7 +99,7 @@ def fit(job: Job) -> bool:
     if interrupted:
         newest = job.arms[0].saver.newest()
         where = job.places[0] if job.several or newest is None else newest.parent
-        accelerator.print(f"stopped after step {max(a.fitted.steps for a in job.arms)}; the same command resumes from {where}")
+        say(f"stopped after step {max(a.fitted.steps for a in job.arms)}; the same command resumes from {where}")
     return interrupted
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from headstart.heads.errors import UserError, first_line
+from headstart.heads.kinds import check_kinds
 from headstart.heads.stored import check_model, named
 from headstart.inference.decoding.meeting import meet
 
@@ -37,6 +38,12 @@ def tensor_size(device: str) -> int:
 def is_main() -> bool:
     """Whether this is the first of the run's processes, which prints for all. Works before torch.distributed is initialized."""
     return int(os.environ.get("RANK", 0)) == 0
+
+
+def say(line: str) -> None:
+    """Print a line once for all processes of a run. (``accelerator.print`` prints it once on every machine.)"""
+    if is_main():
+        print(line, flush=True)
 
 
 def processes() -> int:
@@ -64,6 +71,14 @@ def placement(device: str, config: Any) -> dict[str, Any]:
             config.base_model_fsdp_plan = _gathered(config)
         return {"distributed_config": DistributedConfig(**how, fsdp_size=groups), "config": config}
     return {"device_map": "auto" if device == "map" else {"": device}}
+
+
+def wait_for_all(device: str) -> None:
+    """Wait until every process of a sharded target has loaded its part, for at most LOADING. The groups that transformers makes among them
+    have a shorter timeout (10 minutes with NCCL), which a first pass would exceed where machines read files at different speeds.
+    """
+    if is_sharded(device):
+        torch.distributed.barrier()
 
 
 def _check_heads(device: str, config: Any) -> None:
@@ -135,8 +150,11 @@ def hub_answers() -> bool:
     return False
 
 
-def check_attention(config: Any, attention: str, path: str) -> None:
-    """Raises UserError where ``sdpa`` would leave out a part of the target's attention. (transformers 5.23 refuses too, 5.19 does not.)"""
+def check_config(config: Any, attention: str, path: str) -> None:
+    """Raises UserError for a model that cannot be a target by its kind, and where ``sdpa`` would leave out a part of its attention.
+    (transformers 5.23 refuses the latter too, 5.19 does not.)
+    """
+    check_kinds(config.get_text_config(), path)
     if attention == "sdpa" and getattr(config.get_text_config(), "attn_logit_softcapping", None):
         raise UserError(f"target {path} caps its attention scores, which target.attention=sdpa leaves out: take target.attention=eager")
 

@@ -22,10 +22,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from headstart.heads.errors import UserError, first_line
-from headstart.heads.kinds import check_kinds
 from headstart.heads.stored import INDEX, model_files, shards
 from headstart.inference.decoding.info import DTYPES, FEW, TargetInfo, ends_of, loading, rope_switch_of, shape_of
-from headstart.inference.decoding.placement import check_attention, check_device, check_folder, hub_answers, is_main, is_sharded
+from headstart.inference.decoding.placement import check_config, check_device, check_folder, hub_answers, is_main, is_sharded
 from headstart.inference.decoding.target import Target
 
 
@@ -49,8 +48,7 @@ class StoredTarget(TargetInfo):
         with loading(path):
             folder = _folder(path)
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            check_kinds(config.get_text_config(), self.name)
-            check_attention(config, attention, self.name)
+            check_config(config, attention, self.name)
             self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         try:
             self.files = _Files(folder, config, dtype, attention)

@@ -33,13 +33,14 @@ from headstart.inference.decoding.gathered import gather_ahead, let_go
 from headstart.inference.decoding.info import DTYPES, FEW, TargetInfo, ends_of, loading, rope_switch_of, scaled_head, shape_of
 from headstart.inference.decoding.mend import mend_scales
 from headstart.inference.decoding.placement import (
-    check_attention,
+    check_config,
     check_device,
     check_folder,
     hub_answers,
     multiplies_bf16,
     placement,
     tensor_size,
+    wait_for_all,
 )
 
 log = logging.getLogger(__name__)
@@ -169,8 +170,7 @@ class Target(TargetInfo):
         here = {"trust_remote_code": False, "local_files_only": not (Path(path).is_dir() or hub_answers())}
         with loading(path):
             config = AutoConfig.from_pretrained(path, **here)
-            check_kinds(config.get_text_config(), str(path))  # before the weights, which are large
-            check_attention(config, attention, str(path))
+            check_config(config, attention, str(path))  # before the weights, which are large
             tokenizer = AutoTokenizer.from_pretrained(path, **here)
             model, loaded = AutoModelForCausalLM.from_pretrained(
                 path,
@@ -180,6 +180,7 @@ class Target(TargetInfo):
                 output_loading_info=True,
                 **here,
             )
+        wait_for_all(device)
         if absent := sorted(loaded["missing_keys"]):  # transformers would go on with random numbers in their place
             raise UserError(f"target {path}: its weights lack {absent[0]} ({len(absent)} tensors): download them again")
         if model.dtype is torch.bfloat16 and model.device.type == "cpu" and not multiplies_bf16(model.device):
@@ -198,8 +199,7 @@ class Target(TargetInfo):
         the latter, but still have the generation_config.json of their base model, which does not name it.
         """
         ids, own = getattr(self.model.generation_config, "eos_token_id", None), getattr(self.tokenizer, "eos_token_id", None)
-        if ids is None:
-            ids = self.config.eos_token_id
+        ids = self.config.eos_token_id if ids is None else ids
         ids = ids if isinstance(ids, (list, tuple)) else [ids]
         return tuple(dict.fromkeys(token for token in [*ids, own] if token is not None))
 
