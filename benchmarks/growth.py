@@ -43,7 +43,7 @@ def steps(target: Target, cases: dict[int, tuple[list[Arm], int]], turns: int) -
     """Name -> CPU seconds of a step. Each case: its arms, and the tokens of the row."""
 
     def one(arms: list[Arm], tokens: int) -> None:
-        step(target, arms, torch.randint(target.shape.vocab_size, (1, tokens)))
+        step(target, arms, torch.randint(target.shape.vocab_size, (1, 1, tokens)))
 
     return fastest({name: partial(one, *case) for name, case in cases.items()}, turns, time.process_time)
 

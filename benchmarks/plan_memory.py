@@ -50,11 +50,13 @@ CASES: dict[str, dict[str, Any]] = {
     "medusa": {"head": {"name": "medusa", "guesses": 3}},
     "dflash": {"head": {"name": "dflash", "layers": 2, "block": 8, "anchors": 32}},
     "eagle, bf16": {"head": {"name": "eagle"}, "precision": "bf16"},
+    "eagle, two micro-batches": {"head": {"name": "eagle"}, "accumulate": 2},
+    "medusa, two micro-batches": {"head": {"name": "medusa", "guesses": 3}, "accumulate": 2},
 }
 
 
 def settings_of(case: dict[str, Any]) -> dict[str, Any]:
-    trainer = dict(batch_size=2, length=512, accumulate=1, steps=3, epochs=None, gradient_checkpointing=False,
+    trainer = dict(batch_size=2, length=512, accumulate=case.get("accumulate", 1), steps=3, epochs=None, gradient_checkpointing=False,
                    optimizer=case.get("optimizer", "muon"), lr=1e-3, betas=[0.9, 0.95],
                    weight_decay=0.0, precision=case.get("precision", "fp32"))  # fmt: skip
     loss = dict(depth=case.get("depth", 3), chunk=256, terms={"kl": 1.0}, base_until=0.0, decay=0.8, weighting="decay", kernel="auto")
@@ -95,7 +97,8 @@ def measure(case: dict[str, Any]) -> int:
     arm = arm_of(target, settings["head"], settings["loss"], trainer)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen_by:
         for _ in range(trainer["steps"]):
-            step(target, [arm], torch.randint(VOCABULARY, (trainer["batch_size"], trainer["length"])), trainer["precision"] == "bf16")
+            shape = [trainer[key] for key in ("accumulate", "batch_size", "length")]
+            step(target, [arm], torch.randint(VOCABULARY, shape), trainer["precision"] == "bf16")
     with tempfile.TemporaryDirectory() as folder:
         seen_by.export_chrome_trace(str(Path(folder) / "trace.json"))
         events = json.loads((Path(folder) / "trace.json").read_text())["traceEvents"]
@@ -103,16 +106,18 @@ def measure(case: dict[str, Any]) -> int:
     return max(accumulate(change for _, change in changes))
 
 
-def step(target: Target, arms: Sequence[Arm], tokens_BT: torch.Tensor, half: bool = False) -> None:
-    """One training step of all arms, from one pass of the target."""
-    places_BT = torch.arange(tokens_BT.shape[1]).expand_as(tokens_BT)
-    batch = TokenBatch(tokens_BT, torch.ones_like(tokens_BT, dtype=torch.bool), places_BT, torch.zeros_like(tokens_BT))
-    with torch.autocast("cpu", torch.bfloat16, enabled=half):
-        seen = look(batch, target, sorted({tap for arm in arms for tap in arm.drafter.taps}))
-    for drafter, learner, optimizers in arms:
+def step(target: Target, arms: Sequence[Arm], tokens_ABT: torch.Tensor, half: bool = False) -> None:
+    """One training step of all arms. They share the target's pass of each of the A micro-batches."""
+    places_BT = torch.arange(tokens_ABT.shape[2]).expand_as(tokens_ABT[0])
+    for tokens_BT in tokens_ABT:
+        batch = TokenBatch(tokens_BT, torch.ones_like(tokens_BT, dtype=torch.bool), places_BT, torch.zeros_like(tokens_BT))
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
-            out = learner(seen, figures=False, wanted=learner.wanted(seen))
-        (out.loss_sum / out.weight_sum).backward()
+            seen = look(batch, target, sorted({tap for arm in arms for tap in arm.drafter.taps}))
+        for _, learner, _ in arms:
+            with torch.autocast("cpu", torch.bfloat16, enabled=half):
+                out = learner(seen, figures=False, wanted=learner.wanted(seen))
+            (out.loss_sum / out.weight_sum / len(tokens_ABT)).backward()
+    for drafter, _, optimizers in arms:
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from headstart.heads.errors import UserError
 from headstart.trainers.checkpoint import Parts, copied, moments_of
@@ -126,9 +127,12 @@ class Parallel:
         self.forget()
 
     def forget(self) -> None:
-        """Drop the gradients of a step, whether it was taken or skipped."""
+        """Drop the gradients of a step, whether it was taken or skipped. Those in the buckets of DistributedDataParallel become zero there:
+        without them, the next gradients would be added up outside the buckets, in memory of their own.
+        """
+        kept = isinstance(self.module, DistributedDataParallel)
         for p in self.trained:
-            p.grad = None
+            p.grad = p.grad.zero_() if kept and p.grad is not None else None
 
     def drop(self) -> None:
         """End the training of this drafter, and free the device memory that it holds."""

@@ -35,7 +35,7 @@ from headstart.trainers.optimizer import open_optimizers, parameters
 from headstart.trainers.parallel import BUCKET, DDP
 from headstart.trainers.plan_joint import Adapted, adapted
 from headstart.trainers.prepare import needs_layers, runs_target
-from headstart.trainers.shapes import Kept, as_on_a_gpu, without_numbers, without_weights
+from headstart.trainers.shapes import Kept, as_on_a_gpu, width_of, without_numbers, without_weights
 from headstart.trainers.terms import in_kernel
 
 Settings = dict[str, Any]
@@ -105,13 +105,14 @@ def plan(settings: Settings) -> Plan:
     loaded = needs_layers(settings["data"], arms, settings.get("served")) or any(c.shares for c in counts)
     tables = {id(x): x for x in (model.get_input_embeddings().weight, model.get_output_embeddings().weight)}  # tied ones count once
     ends = sum(x.numel() for x in tables.values())
-    passing = rows * (6 * shape.hidden_size + 3 * _width(hf, shape)) * dtype.itemsize if live else 0  # one layer's activations
-    first = processes == 1 and trainer["accumulate"] == 1  # else gradients of an earlier micro-batch, or buffers for them, exist already
+    passing = rows * (6 * shape.hidden_size + 3 * width_of(hf, shape)) * dtype.itemsize if live else 0  # one layer's activations
+    parallel = settings.get("parallel", DDP)
+    late = processes == 1 or parallel["name"] in ("ddp", "zero1")  # whether a process holds whole gradients, which come one after another
     memory = {
         "target": dtype.itemsize * _held(target["device"], gpus, sum(weights.values()), ends, shape.layers if loaded else 0),
-        **_spread(settings.get("parallel", DDP), processes, counts),
+        **_spread(parallel, processes, counts, trainer["accumulate"] > 1),
         "states of the target": rows * shape.hidden_size * dtype.itemsize * len(taps | {shape.layers}),
-        "activations": max([passing, *(max(c.kept + c.loss - first * c.late, c.moving) for c in counts)]),
+        "activations": max([passing, *(max(c.kept + c.loss - late * c.late, c.moving) for c in counts)]),
     }
     flops = {"target": _pass(weights["dense"] + weights["active"] - ends, shape, trainer) if live else 0.0}
     flops |= {f"{name} drafter".strip(): c.flops for name, c in counted.items()}
@@ -157,10 +158,12 @@ def _held(device: str, gpus: int, weights: int, ends: int, layers: int) -> float
     return weights / gpus + ends + (AT_ONCE * max(weights - ends, 0) / layers / among if among < gpus else 0)
 
 
-def _spread(parallel: Settings, world: int, counted: list[Count]) -> dict[str, float]:
-    """Peak bytes per process of drafters, gradients and moments under ``parallel`` (trainers/parallel.py), with ``world`` processes."""
+def _spread(parallel: Settings, world: int, counted: list[Count], added: bool) -> dict[str, float]:
+    """Peak bytes per process of drafters, gradients and moments under ``parallel`` (trainers/parallel.py), with ``world`` processes.
+    ``added``: whether the gradients of several micro-batches are added up.
+    """
     weights, moments = sum(c.weights for c in counted), sum(c.moments for c in counted)
-    gradients = 4.0 * sum(c.trained for c in counted)
+    gradients, learnt = 4.0 * sum(c.trained for c in counted), 4.0 * max(c.trained for c in counted)  # learnt: by one arm's backward pass
     name, share = parallel["name"], 1 / world
     if name == "deepspeed":  # it updates an fp32 copy of its share of the weights
         held = 0.0 if parallel["offload"] else share
@@ -168,12 +171,12 @@ def _spread(parallel: Settings, world: int, counted: list[Count]) -> dict[str, f
         reduced = gradients * (share if parallel["stage"] == 2 else 1) + travelling
         return {"drafter": weights + gradients * held, "gradients": reduced, "moments": moments * held}
     if world == 1:
-        return {"drafter": weights, "gradients": gradients, "moments": moments}
-    if name == "fsdp":  # one arm's whole weights and gradients exist during its passes
-        whole, learnt = max(c.weights for c in counted), max(4.0 * c.trained for c in counted)
+        return {"drafter": weights, "gradients": gradients + learnt * added, "moments": moments}
+    if name == "fsdp":  # one arm's whole weights exist during its passes
+        whole = max(c.weights for c in counted)
         return {"drafter": weights * share + whole, "gradients": gradients * share + learnt, "moments": moments * share}
-    # twice: the gradients and the buckets in which they are reduced
-    return {"drafter": weights, "gradients": 2 * gradients, "moments": moments * (share if name == "zero1" else 1)}
+    # the buckets, in which all gradients are added up, and those of one arm's backward pass
+    return {"drafter": weights, "gradients": gradients + learnt, "moments": moments * (share if name == "zero1" else 1)}
 
 
 def parameters_of(model: Any) -> dict[str, int]:
@@ -186,13 +189,6 @@ def parameters_of(model: Any) -> dict[str, int]:
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     routed = sum(n for name, n in sizes.items() if ".experts." in name)
     return {"dense": sum(sizes.values()) - routed, "active": round(routed * share), "idle": routed - round(routed * share)}
-
-
-def _width(hf: Any, shape: TargetShape) -> int:
-    """Width of the MLP that a token uses; in a mixture of experts, the sum over the experts that it uses."""
-    text = hf.get_text_config()
-    inner = getattr(text, "moe_intermediate_size", None) or shape.intermediate_size  # Mixtral and gpt-oss have only the latter key
-    return inner * (getattr(text, "num_experts_per_tok", None) or 1)
 
 
 def _pass(weights: int, shape: TargetShape, trainer: Settings) -> float:

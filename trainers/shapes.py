@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headstart.heads import layers
+from headstart.heads.base import TargetShape
 
 
 def without_weights(hf: Any) -> Any:
@@ -96,3 +97,10 @@ class Kept:
 
 def _memory_id(x: Tensor) -> int:
     return x.untyped_storage()._cdata
+
+
+def width_of(hf: Any, shape: TargetShape) -> int:
+    """Width of the MLP that a token uses; in a mixture of experts, the sum over the experts that it uses."""
+    text = hf.get_text_config()
+    inner = getattr(text, "moe_intermediate_size", None) or shape.intermediate_size  # Mixtral and gpt-oss have only the latter key
+    return inner * (getattr(text, "num_experts_per_tok", None) or 1)
