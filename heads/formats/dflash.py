@@ -1,5 +1,5 @@
 """The folder of DFlash and the drafters built on it, as vLLM and SGLang load it (Domino: SGLang alone; DFlare: AngelSlim;
-LiLiCorr: TensorRT-LLM too).
+DFlash, DFlash 2 and LiLiCorr: TensorRT-LLM too).
 
 Names are Qwen3's without a prefix. Embedding and head are the target's and not in the file; the mask is a token of the target. With a
 trimmed vocabulary, the file has the head and the maps of ``heads/vocab.py``, as EAGLE-3's does. Only vLLM reads them. It would not notice
@@ -269,7 +269,7 @@ def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Comman
     if head == "dspark":
         return [*found, sglang(target, folder, "DSPARK", for_sglang)]
     found.append(sglang(target, folder, "DFLASH", for_sglang, num_draft_tokens=drafter.block))  # includes the last known token
-    if head == "lilicorr" and not drafter.windowed:  # TensorRT-LLM has no window that is causal
+    if head in ("dflash", "dflash2", "lilicorr") and not drafter.windowed:  # TensorRT-LLM has no causal blocks, and other windows
         found.append(tensorrt_llm(target, folder, whole, "a build of its main branch of 2026", kind="DFlash"))
     return found
 

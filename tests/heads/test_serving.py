@@ -40,7 +40,7 @@ FOUND: list[tuple[str, dict[str, Any], tuple[Any, ...] | None, dict[str, Any], s
     ("peagle", dict(layers=1, depth=8, **MASK), ("eagle3", 6), dict(parallel_drafting=True), {"vLLM"}),
     ("peagle", dict(layers=1, depth=4, **MASK), ("eagle3", 4), dict(parallel_drafting=True), {"vLLM"}),
     ("peagle", dict(layers=1), None, {}, set()),
-    ("dflash", dict(layers=2, block=16, **MASK), ("dflash", 15), {}, {"vLLM", "SGLang"}),
+    ("dflash", dict(layers=2, block=16, **MASK), ("dflash", 15), {}, {"vLLM", "SGLang", "TensorRT-LLM"}),
     ("dflash", dict(layers=2, block=16, **MASK, **VOCAB), ("dflash", 15), {}, {"vLLM"}),
     ("dspark", dict(layers=2, block=7, **MASK, **VOCAB), ("dspark", 7), {}, {"vLLM"}),
     ("dflash", dict(layers=2, block=16, window=64, window_layers=[0], **MASK), ("dflash", 15), {}, {"vLLM", "SGLang"}),
@@ -49,7 +49,7 @@ FOUND: list[tuple[str, dict[str, Any], tuple[Any, ...] | None, dict[str, Any], s
     ("jetspec", dict(layers=2, block=8, **MASK), ("dflash", 7), {}, {"vLLM", "SGLang"}),
     ("dflare", dict(layers=2, block=8, **MASK), None, {}, set()),
     ("dflare", dict(layers=2, block=8), None, {}, set()),
-    ("dflash2", dict(layers=2, block=8, **MASK), ("dflash", 7), {}, {"vLLM", "SGLang"}),
+    ("dflash2", dict(layers=2, block=8, **MASK), ("dflash", 7), {}, {"vLLM", "SGLang", "TensorRT-LLM"}),
     ("xpress", dict(layers=2, block=8, **MASK), ("dflash", 7), {}, {"vLLM"}),
     ("lilicorr", dict(layers=2, block=8, **MASK), ("dflash", 7), {}, {"vLLM", "SGLang", "TensorRT-LLM"}),
     ("lilicorr", dict(layers=2, block=8, window=16, **MASK), ("dflash", 7), {}, {"vLLM", "SGLang"}),
@@ -113,7 +113,7 @@ def test_what_engines_are_asked(head: str, changes: Any, method: Any, more: Any,
         ("olmo3", "dflash", {"vLLM"}),
         ("phi3", "dflash", {"vLLM", "SGLang"}),
         ("glm4_moe_lite", "dflash", {"SGLang"}),
-        ("llama4_text", "dflash", {"vLLM"}),
+        ("llama4_text", "dflash", {"vLLM", "TensorRT-LLM"}),
         ("gemma3_text", "dflash", set()),
         ("mixtral", "eagle1", {"vLLM"}),
         ("starcoder2", "eagle1", {"vLLM"}),
@@ -201,7 +201,7 @@ def test_a_rope_that_engines_scale_otherwise(factor: float | None, served: bool,
     for head, changes, engines in [
         ("eagle", dict(taps=[1, 3, 4]), {"vLLM", "SGLang", "TensorRT-LLM"}),
         ("peagle", dict(layers=1, **MASK), {"vLLM"}),
-        ("dflash", dict(layers=2, **MASK), {"vLLM", "SGLang"}),
+        ("dflash", dict(layers=2, **MASK), {"vLLM", "SGLang", "TensorRT-LLM"}),
     ]:
         drafter = make(head, target, **changes)
         drafter.shape = replace(drafter.shape, rope=rope)
@@ -248,7 +248,9 @@ def check_readable(made: Serving) -> None:
         if command.engine == "TensorRT-LLM":
             said = yaml.safe_load(words[1])["speculative_config"]
             assert said["speculative_model_dir"] == DIR and words[-1] == words[3]
-            assert said["max_draft_len"] == {"Eagle": 6, "DFlash": 7}[said["decoding_type"]]  # 1.2.1 knows no Eagle3
+            in_vllm = next(c.speculative for c in made.commands if c.speculative)
+            assert said["max_draft_len"] == in_vllm["num_speculative_tokens"]
+            assert said["decoding_type"] == {"eagle3": "Eagle", "dflash": "DFlash"}[in_vllm["method"]]  # 1.2.1 knows no Eagle3
 
 
 def test_our_own_command_composes(target: Target) -> None:
