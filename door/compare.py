@@ -24,7 +24,7 @@ def main(words: Sequence[str]) -> None:
     runs = list(dict.fromkeys(Path(word) for word in words if not word.startswith("out=")))
     if wrong := [word for word in words if word.startswith("-")]:
         raise UserError(f"there is no option {wrong[0]}: give RUN... and, if wanted, out=DIR")
-    if not runs or len(outs) > 1:
+    if not runs or len(outs) > 1 or "" in outs:
         raise UserError("give folders of runs, and out=DIR at most once: python -m trainers compare RUN... out=DIR")
     from headstart.trainers.finished import compare_folders, reported  # here: it loads torch
 

@@ -38,8 +38,15 @@ METHODS = ("grid", "random", "bayes")
 
 def main(words: Sequence[str]) -> Path:
     """Write the file that ``words`` ask for; returns where. Raises UserError for what no run, or no sweep, could do."""
-    pairs = dict(word.split("=", 1) for word in words if word.partition("=")[0] in OWN and "=" in word)
-    own, rest = OWN | pairs, [word for word in words if word.partition("=")[0] not in OWN]
+    own, rest = dict(OWN), list[str]()
+    for word in words:
+        key, equals, value = word.partition("=")
+        if key not in OWN:
+            rest.append(word)
+        elif equals and (value or not OWN[key]):
+            own[key] = value
+        else:
+            raise UserError(f"{word}: give {key}=...")
     if own["method"] not in ("", *METHODS):
         raise UserError(f"method={own['method']}: a sweep is one of {', '.join(METHODS)}")
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
@@ -50,7 +57,7 @@ def main(words: Sequence[str]) -> Path:
     path = Path(own["file"])
     try:
         put_text(path, yaml.safe_dump(made, sort_keys=False))
-    except OSError as e:
+    except (OSError, ValueError) as e:  # ValueError: file=. or file=/, which have no name
         raise UserError(f"file={path} cannot be written: {e}") from e
     return path
 

@@ -84,6 +84,8 @@ def test_intervals_are_searched() -> None:
         (["arms={a:'head=mtp'}", "trainer.lr=1,2"], "head=a,b"), (["trainer.save_every=1,2"], "how a run is watched"),
         (["trainer.lr=interval(1e-3,1e-1)", "method=grid"], "method=grid"), (["trainer.lr=1,2", "method=luck"], "grid, random, bayes"),
         (["trainer.lr=1,2", "file=/nowhere/at/all.yaml"], "cannot be written"),
+        (["trainer.lr=1,2", "file="], r"^file=: give file="), (["trainer.lr=1,2", "file"], r"^file: give file="),
+        (["trainer.lr=1,2", "metric="], r"^metric=: give metric="), (["trainer.lr=1,2", "file=."], r"^file=\. cannot be written"),
     ],
 )  # fmt: skip
 def test_what_no_sweep_could_do_is_refused(words: list[str], wanted: str) -> None:

@@ -152,7 +152,7 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "file").touch()
     cases: list[tuple[list[object], str]] = [
         ([tmp_path / "none"], "there is no such folder"), ([good, empty], "no report.json"), ([good, bad], "bad"),
-        (["out=x"], "give folders"), ([good, "out=a", "out=b"], "at most once"), ([good, "--fast"], "--fast"),
+        (["out=x"], "give folders"), ([good, "out="], "out=DIR"), ([good, "out=a", "out=b"], "at most once"), ([good, "--fast"], "--fast"),
         ([good, f"out={tmp_path / 'file'}"], "out=DIR"),
     ]  # fmt: skip
     for words, says in cases:
