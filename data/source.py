@@ -86,6 +86,15 @@ def is_captured(settings: dict[str, Any]) -> bool:
     return bool(getattr(_module(settings), "CAPTURED", False))
 
 
+def check_to_capture(settings: dict[str, Any], key: str = "") -> None:
+    """Raises UserError for a source whose rows cannot be captured. ``key``: the setting that asks for the capture, in a training."""
+    begin, instead = f"{key}: " * bool(key), f", or leave {key} out" * bool(key)
+    if is_captured(settings):
+        raise UserError(f"{begin}data={settings['name']} is captured already: take data=text or chat{instead}")
+    if settings.get("stream"):
+        raise UserError(f"{begin}data.stream has no end that could be captured: leave it out{instead}")
+
+
 def open_source(settings: dict[str, Any], target: TargetInfo, *, length: int, seed: int) -> Source:
     """Open a source with the ``settings`` of conf/data/NAME.yaml, in rows of ``length`` tokens.
 

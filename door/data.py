@@ -27,19 +27,19 @@ def capture_states(config: dict[str, Any]) -> bool:
     from headstart.data.capture import capture  # imported here: wrong settings are reported before torch is loaded
     from headstart.data.packed import Packed
     from headstart.data.served import open_served
-    from headstart.data.source import check_source, open_source
+    from headstart.data.source import check_source, check_to_capture, open_source
     from headstart.inference.settings import open_target
 
     rank, world = (int(os.environ.get(key, default)) for key, default in (("RANK", 0), ("WORLD_SIZE", 1)))
     if not 0 <= rank < world:
         raise UserError(f"RANK={rank}, WORLD_SIZE={world}: processes are counted from 0 to WORLD_SIZE - 1")
     check_source(config["data"])
+    check_to_capture(config["data"])
     check_head(config["head"])
     target = open_target(config["target"]) if config["served"]["url"] is None else open_served(config["target"], config["served"])
     with closing(target):
         source = open_source(config["data"], target, length=config["length"], seed=config["seed"])
-        if source.packed is None:
-            raise UserError("data=shards is captured already, data.stream has no end: choose data=stdlib, data=chat or data=regenerated")
+        assert source.packed is not None
         assert source.held_out is None or isinstance(source.held_out, Packed)
         taps = taps_of(config, target.shape)
         target.expect(taps, config["length"])
@@ -61,7 +61,7 @@ def taps_of(config: dict[str, Any], shape: Any) -> list[int]:
 
 def capture(config: dict[str, Any]) -> None:
     check_out(config["out"], url=True)
-    loading(config, f" for {config['out']}")
+    loading(config, f" for {config['out']}", "loading" if config["served"]["url"] is None else "reading the files of")
     load_torch()
     if capture_states(config):
         say_next(["data=shards", f"path={config['out']}", f"trainer.length={config['length']}"], "target", "head")

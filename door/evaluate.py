@@ -109,7 +109,7 @@ def opened(config: dict[str, Any], decode: Any, target: Any, longest: int) -> tu
     from headstart.inference.decoding.policy import fit_depth
     from headstart.inference.reports.generate import assistant_of
     from headstart.inference.reports.sides import PLAIN, is_tried, ours, transformers
-    from headstart.inference.settings import open_decode, open_guesser
+    from headstart.inference.settings import NO_GAIN, open_decode, open_guesser
 
     engine: dict[str, Any] = {"rule": decode.sampling.rule, "longest": longest}
     sides, depth, folders = [ours(PLAIN, target, None, None, **engine)], 1, list[str]()
@@ -126,9 +126,7 @@ def opened(config: dict[str, Any], decode: Any, target: Any, longest: int) -> tu
             theirs, folder = open_decode(decode_of(word)), config["speculator"]
         drafter, proposer, policy = open_guesser(theirs, folder, target)
         if policy is None:
-            raise UserError(
-                "decode=tuned: by decode.json one sequence is fastest without drafting, there is nothing to evaluate; decode=auto"
-            )
+            raise UserError(NO_GAIN)
         policy = policy if drafter is None or proposer is not None else fit_depth(policy, drafter)
         name = word if folder != word else name_of(theirs.proposer["kind"], drafter, proposer)
         if name in taken:  # another drafter of the same kind is named by its run

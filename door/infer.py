@@ -36,7 +36,7 @@ def report(config: dict[str, Any]) -> None:
     from headstart.inference.reports.card import served, write_card
     from headstart.inference.reports.measure import make_report
     from headstart.inference.reports.render import show, show_serving, write_report
-    from headstart.inference.settings import NONE_GIVEN, open_decode, open_guesser, open_target
+    from headstart.inference.settings import NO_GAIN, NONE_GIVEN, open_decode, open_guesser, open_target
     from headstart.trainers.metrics import read_metrics
 
     decode, speculator, elsewhere = open_decode(config["decode"]), config["speculator"], config["drafter_device"]
@@ -48,7 +48,7 @@ def report(config: dict[str, Any]) -> None:
     say_limit(asked, "decode.prompts", decode.prompts)
     drafter, proposer, policy = open_guesser(decode, speculator, target, elsewhere)
     if policy is None:
-        raise UserError("decode=tuned: by decode.json one sequence is fastest without drafting, there is nothing to report; decode=auto")
+        raise UserError(NO_GAIN)
     differing = changed("inference", config)
     serving = {} if drafter is None or proposer is not None else served(drafter, target, speculator, policy)
     made = make_report(
@@ -65,9 +65,13 @@ def report(config: dict[str, Any]) -> None:
     )
     if not is_main():  # of several processes that share the target, the first one writes
         return
-    write_report(made, folder := report_folder(config), [] if speculator is None else read_metrics(Path(speculator).parent))
     show(made)
     show_serving(made)
+    folder = report_folder(config)
+    try:
+        write_report(made, folder, [] if speculator is None else read_metrics(Path(speculator).parent))
+    except OSError as e:
+        raise UserError(f"the report cannot be written into {folder} ({e.strerror or e}): give another out=DIR") from e
     print(f"report: {folder / 'report.md'}, report.html, report.json, report.png")
     if serving and (said := write_card(config["speculator"], made, target)):
         print(said)

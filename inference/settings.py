@@ -28,6 +28,7 @@ from headstart.inference.speculator import load_speculator, open_speculator
 
 Settings = dict[str, Any]
 NONE_GIVEN = "give speculator=DIR, the folder of a trained drafter; without one: decode=ngram, suffix, early_exit or swift"
+NO_GAIN = "decode=tuned: by decode.json one sequence is fastest without drafting, so there is nothing to measure: take decode=auto"
 
 
 def open_target(settings: Settings, to_decode: bool = False) -> Target:

@@ -16,7 +16,7 @@ import torch
 from omegaconf import OmegaConf
 
 from headstart.data.capture import capture
-from headstart.door import usage
+from headstart.door import data, usage
 from headstart.door.arguments import check_overrides, no_such_key
 from headstart.door.data import say_next
 from headstart.door.places import check_out
@@ -370,6 +370,13 @@ def test_the_next_command_has_the_same_target_and_head(monkeypatch: pytest.Monke
     say_next(["data=shards", "path=shards"], "target", "head")
     same = "target=folder 'target.path=my model' head=medusa head.layers=2"
     assert capsys.readouterr().out == f"train with: python train.py {same} data=shards path=shards\n"
+
+
+def test_of_a_served_target_only_files_are_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("headstart.door.data.capture_states", lambda config: False)
+    for url, says in ((None, "loading tiny "), ("http://127.0.0.1:9/v1", "reading the files of tiny ")):
+        data.capture({"out": "shards", "target": {"name": "tiny", "path": "assets/tiny"}, "served": {"url": url}})
+        assert capsys.readouterr().out.startswith(says)
 
 
 # ---- files and folders ----

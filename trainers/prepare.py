@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headstart.data.batch import TargetBatch
 from headstart.data.prompts import check_prompts
-from headstart.data.source import HELD_OUT_ROWS, Source, is_captured, open_source
+from headstart.data.source import HELD_OUT_ROWS, Source, check_to_capture, is_captured, open_source
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
 from headstart.heads.files import put_text
@@ -141,7 +141,7 @@ def needs_layers(data: Settings, own: Mapping[str, Settings], served: Settings |
 def _check_decode(decoding: Decode) -> None:
     """Raises UserError for a decode setting that a training cannot report with."""
     if decoding.proposer["kind"] != "drafter":
-        raise UserError("a training reports what its own drafter guesses: take decode=dynamic, best_first, chain or fixed")
+        raise UserError("a training reports what its own drafter guesses: take decode=auto, dynamic, best_first, chain or fixed")
     if decoding.tuned:
         raise UserError("decode=tuned: a drafter that is only trained now has no decode.json yet; train with decode=auto, then run "
                         "python -m inference tune speculator=DIR prompts=FILE.jsonl and report with decode=tuned")  # fmt: skip
@@ -212,10 +212,7 @@ def _counted(head: Settings, drafter: Drafter) -> Settings:
 def _check_capture(capture: Settings, data: Settings, own: Mapping[str, Settings], runs: Sequence[Path]) -> None:
     if Path(capture["out"]).resolve() in {run.resolve() for run in runs}:
         raise UserError(f"capture.out={capture['out']} is the run's own folder: give another, for what the target says")
-    if is_captured(data):
-        raise UserError(f"capture.out: data={data['name']} is captured already: take data=text or chat, or no capture.out")
-    if data.get("stream"):
-        raise UserError("capture.out: data.stream has no end that could be captured: leave one of them out")
+    check_to_capture(data, "capture.out")
     if any(each["trainer"]["lora"] is not None for each in own.values()):
         raise UserError("capture.out: trainer.lora changes what the target says while it is captured: leave one of them out")
 

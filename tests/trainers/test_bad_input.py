@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from headstart.inference.speculator import open_speculator
 from headstart.trainers.run import run
 from tests.doors import call
 from tests.drafters import HEADS, fresh
+from tests.reports import a_report
 from tests.tiny_targets import tiny_target
 from tests.trainers.conftest import ROOT, save_target
 
@@ -207,6 +210,23 @@ def test_a_capture_of_nothing(composed, overrides, tmp_path):
     assert not (tmp_path / "shards").exists()
 
 
+def test_what_cannot_be_captured_is_said_before_the_target_is_loaded(captured, composed, overrides, tmp_path, monkeypatch):
+    from headstart.door import data
+
+    def load(*_, **__):
+        raise AssertionError("a target was loaded")
+
+    monkeypatch.setattr(Target, "load", load)
+    given = [each for each in overrides[:6] if not each.startswith(("data=", "path="))]
+    for more, says in (
+        (["data=shards", f"path={captured[0]}"], "^data=shards is captured already: take data=text or chat$"),
+        ([*overrides[4:6], "data.stream=true"], r"^data\.stream has no end that could be captured: leave it out$"),
+    ):
+        with pytest.raises(UserError, match=says):
+            data.capture_states(composed(*given, *more, "length=32", f"out={tmp_path / 'again'}", door="capture"))
+    assert not (tmp_path / "again").exists()
+
+
 def test_a_target_that_processes_share_is_not_captured(monkeypatch):
     monkeypatch.setattr(Target, "sharded", True)
     with pytest.raises(UserError, match=r"a target that processes share is for training and decoding; in capturing"):
@@ -304,3 +324,21 @@ def test_prompts_that_cannot_be_decoded(line, says, composed, overrides, specula
     with pytest.raises(UserError, match=says):
         infer.report(config)
     assert not (tmp_path / "report").exists()
+
+
+def test_a_report_that_cannot_be_written_is_shown(composed, overrides, tmp_path, monkeypatch, capsys):
+    """Its figures took minutes: on a full disk they are on the terminal at least."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("headstart.inference.reports.measure.make_report", lambda *_, **__: a_report())
+    monkeypatch.setattr("headstart.inference.reports.render.write_report", full)
+    monkeypatch.setattr(infer, "overrides", list)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"text": "1 2 3"}\n')
+    decoding = [o for o in overrides if o.startswith(("target", "decode"))]
+    asked = composed(*decoding, "decode=ngram", door="inference") | {"prompts": str(prompts), "out": str(tmp_path / "report")}
+    with pytest.raises(UserError, match=r"^the report cannot be written into .*report \(No space left on device\): give another out=DIR$"):
+        infer.report(asked)
+    assert "3.20" in capsys.readouterr().out
