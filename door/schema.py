@@ -31,8 +31,10 @@ from headstart.door.groups import (
 )
 from headstart.door.values import Above0, AtLeast0, Count, Length, Place, Seed, Whole, Word, choices, of_yaml
 from headstart.door.words import Says
+from headstart.inference.reports.lengths import FEWEST
 
 Taps = Annotated[list[Count], Field(min_length=1), Says("a list of layers, [2, 6, 9] for example,")] | None
+Enough = Annotated[int, Field(ge=FEWEST)]
 
 
 class Door(Group):
@@ -187,7 +189,7 @@ class Tune(Door):
     costs: Place | None
     on_long: Skip
     count: Whole | None
-    new_tokens: values.NewTokens
+    new_tokens: Enough
     sequences: Whole
     out: Place | None
 
@@ -209,7 +211,7 @@ class Diagnose(Door):
     prompts: Place | None
     on_long: Skip
     count: Whole
-    new_tokens: Annotated[int, Field(ge=8)]
+    new_tokens: Enough
 
     @model_validator(mode="after")
     def _asks_something(self) -> Diagnose:

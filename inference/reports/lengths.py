@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from math import isfinite, sqrt
 from typing import Any
 
+FEWEST = 8  # new tokens of a text: fewer hold too few rounds to measure an accepted length
 ENOUGH = 16  # texts: from this number on, the spread of their differences is used as it was measured
 APART, SIGMAS = 0.02, 3.0  # the lengths are apart if they differ by more than this share and by more than so many standard errors
 

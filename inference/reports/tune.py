@@ -32,6 +32,7 @@ from headstart.inference.decoding.target import Target
 from headstart.inference.provenance import provenance, ran_on
 from headstart.inference.reports.expected import guesses_of
 from headstart.inference.reports.figures import decoding_figures
+from headstart.inference.reports.lengths import FEWEST
 from headstart.inference.reports.progress import watched
 from headstart.inference.reports.recorded import Recorded
 from headstart.inference.reports.timing import Trees, now, surface, time_rounds
@@ -169,8 +170,8 @@ def figures(runs: Mapping[TreePolicy, Sequence[Run]]) -> tuple[Figures, dict[int
 
 def tune(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], *, sequences: int, new_tokens: int) -> dict[str, Any]:
     """The content of decode.json, for up to ``sequences`` at once. Raises UserError for prompts that do not fit or end at once."""
-    if not prompts or sequences < 1 or new_tokens < 8:
-        raise UserError("tuning needs prompts, sequences of at least 1 and new_tokens of at least 8")
+    if not prompts or sequences < 1 or new_tokens < FEWEST:
+        raise UserError(f"tuning needs prompts, sequences of at least 1 and new_tokens of at least {FEWEST}")
     for prompt in prompts:
         check_prompt(target, prompt, new_tokens)
     shares = rank_shares(target, drafter, prompts, new_tokens)
