@@ -195,8 +195,9 @@ def is_dataset(source: str) -> bool:
     return _NAME.fullmatch(source) is not None and not re.search(r"\.(jsonl?|txt|md|gz|csv|parquet)$", source) and len(source) <= 200
 
 
-def _dataset(name: str, split: str, subset: str) -> Iterator[Row]:
-    for number, row in enumerate(hub_rows(name, split, subset), 1):
+def _dataset(name: str, split: str, subset: str, first: int = 0, **how: Any) -> Iterator[Row]:
+    found = hub_rows(name, split, subset, **how)
+    for number, row in enumerate(found.skip(first) if first else found, first + 1):
         yield Row(f"{name} row {number}", number, row)
 
 
@@ -206,11 +207,7 @@ def passing(source: str, split: str, subset: str, first: int, limit: int | None)
     """
     if not is_dataset(source):
         return islice(file_rows(source), first, limit)
-    found = hub_rows(source, split, subset, streaming=True).skip(first)
-    numbered = enumerate(found, first + 1)
-    return (
-        Row(f"{source} row {number}", number, row) for number, row in islice(numbered, None if limit is None else max(limit - first, 0))
-    )
+    return islice(_dataset(source, split, subset, first, streaming=True), None if limit is None else max(limit - first, 0))
 
 
 def hub_rows(name: str, split: str, subset: str = "", **how: Any) -> Any:

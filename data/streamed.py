@@ -49,7 +49,7 @@ class Dropped:
 
     def tell(self, often: int = 1) -> None:
         """Log the number of rows without a document, if it is at least ``often`` times the number logged before."""
-        if self.count >= often * max(self.told, 1):
+        if self.count > self.told and self.count >= often * max(self.told, 1):
             tell([left_out(self.name, self.count, self.of, self.first)])
             self.told = self.count
 
@@ -75,12 +75,12 @@ class Stream:
 
         Raises UserError for a bad row, and if this process finds nothing to learn in its blocks.
         """
-        held, count = list[Laid](), 0
+        held = list[Laid]()
         for laid in self._line(seed, start_step * batch_size, rank, world):
             held.append(laid)
-            if (count := count + 1) == batch_size:
+            if len(held) == batch_size:
                 yield InMemory(*joined(held)).batch(slice(None))
-                held, count = [], 0
+                held = []
 
     def _line(self, seed: int, skip: int, rank: int, world: int) -> Iterator[Laid]:
         """The packed rows of a process, one at a time, after skipping ``skip`` rows."""
@@ -92,10 +92,11 @@ class Stream:
             for number, some in self._blocks(block, world) if block != book.end else ():
                 packed = self.block(some, (seed, epoch, number), dropped)
                 dropped.tell(often=10)  # an epoch may never end
-                book.add(number, 0 if packed is None else len(packed))
-                order = range(0) if packed is None else range(min(skip, len(packed)), len(packed))
-                skip -= 0 if packed is None else min(skip, len(packed))
-                for row in order:
+                rows = 0 if packed is None else len(packed)
+                book.add(number, rows)
+                passed = min(skip, rows)
+                skip -= passed
+                for row in range(passed, rows):
                     assert packed is not None
                     yield packed.lay(np.array([row]))
                 block = number + world

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from headstart.data import streamed
+from headstart.data.rows import passing
 from headstart.data.source import Source, check_source, open_source
 from headstart.data.tokenized import Reader
 from headstart.heads.errors import UserError
@@ -80,6 +81,16 @@ def test_rows_that_are_dropped_are_told_of(given: Any, held_out: bool, target: A
     assert said == ([[("16", "132")], [("24", "200")]] if held_out else [[("11", "120")], [("23", "192")]])
 
 
+def test_rows_that_were_told_of_are_not_told_of_again(caplog: pytest.LogCaptureFixture) -> None:
+    """At the end of an epoch, where nothing was dropped since."""
+    dropped = streamed.Dropped("corpus")
+    for of, count, messages in ((40, 12, 1), (60, 12, 1), (80, 13, 2)):
+        dropped.of, dropped.count = of, count
+        dropped.tell(often=10)
+        dropped.tell()
+        assert len(caplog.messages) == messages
+
+
 def test_masks_of_what_is_streamed_are_looked_at(target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     talk = {"messages": [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "An answer of some length."}]}
     path = write(tmp_path / "talks.jsonl", [talk] * 80)
@@ -144,6 +155,12 @@ def test_of_a_data_set_nothing_is_downloaded_first(given: Any, target: Any, monk
     source = opened({**given, "path": "someone/tokens", "split": "train"}, target)
     seen = [{*torch.cat(tokens(each, 66, 3, 0, 0, 1))[:, 0].tolist()} for each in (source, opened(given, target))]
     assert seen[0] == seen[1] and all(asked)
+    asked.clear()
+    assert list(passing("someone/tokens", "train", "", 0, 0)) == [] and not asked, "for no rows, not even the data set is opened"
+    assert [(row.number, row.where) for row in passing("someone/tokens", "train", "", 3, 5)] == [
+        (4, "someone/tokens row 4"),
+        (5, "someone/tokens row 5"),
+    ]
     with pytest.raises(UserError, match="nothing to learn in its blocks of 12 rows: train without"):
         tokens(opened({**given, "limit": 40}, target), 1, 3, 0, 7, 9)
     with pytest.raises(UserError, match="no documents beside the 8 that are held out in it"):
