@@ -31,7 +31,7 @@ from headstart.data.live import Reader, announced, look
 from headstart.data.packed import Packed
 from headstart.data.shards import FLAT, Shards
 from headstart.data.storage import STORAGES, bytes_of, encode, errors, own_taps
-from headstart.heads.errors import UserError
+from headstart.heads.errors import UserError, sized
 from headstart.heads.files import UNFINISHED, sha256
 
 ROWS, BYTES = 64, 1 << 29  # the most rows and bytes of a shard; a single row may be larger
@@ -253,7 +253,7 @@ def say_amount(settings: Index, packed: Packed, held_out: Packed | None, there: 
     source.say(
         f"{settings['rows']:,} rows of {settings['length']:,} tokens{f', {held} held out' * (held > 0)}; of each token {taps} "
         f"tap{'s' * (taps != 1)}, of {final / tokens:.0%} the final state, as {settings['dtype']}: {whole / tokens:,.0f} bytes a token, "
-        f"{size(whole)} in {files_in_all(settings)} files{f', {size(done)} of it there already' * (done > 0)}"
+        f"{sized(whole)} in {files_in_all(settings)} files{f', {sized(done)} of it there already' * (done > 0)}"
         f"{f', by {world} processes' * (world > 1)}"
     )
 
@@ -279,7 +279,3 @@ def mean_errors(index: Index) -> dict[str, float]:
             count = file.get("final", file["rows"] * index["length"]) if name == "final" else file["rows"] * index["length"]
             sums[name], counts[name] = sums.get(name, 0.0) + error * count, counts.get(name, 0.0) + count
     return {name: total / max(1.0, counts[name]) for name, total in sums.items()}
-
-
-def size(count: int) -> str:
-    return f"{count / 1e6:,.1f} MB" if count < 1e9 else f"{count / 1e9:,.1f} GB"

@@ -30,14 +30,14 @@ from safetensors.torch import save
 
 from headstart.data import index as indexes
 from headstart.data.batch import NumberedBatch, TargetBatch, TokenBatch
-from headstart.data.capture import Stored, Writer, encoded, joined, one_by_one, say_amount, say_errors, settings_of, size
+from headstart.data.capture import Stored, Writer, encoded, joined, one_by_one, say_amount, say_errors, settings_of
 from headstart.data.folder import open_folder
 from headstart.data.index import ALL, SUPERVISED, file_of, files_in_all, first_row, rows_of, shards_of
 from headstart.data.live import announced, look
 from headstart.data.packed import Packed, places
 from headstart.data.shards import FLAT, Shards, StoredBatch
 from headstart.data.source import FirstRows, Source, say
-from headstart.heads.errors import UserError
+from headstart.heads.errors import UserError, sized
 from headstart.heads.files import sealed
 from headstart.inference.decoding.target import Target
 
@@ -227,9 +227,11 @@ class Capturing:
         self._writing.result()
         while not self._whole():
             self._assemble()
-            if self.world == 1 and not self._whole():
+            if self._whole():
+                break
+            if self.world == 1:
                 raise UserError(f"{self.writer.folder}: rows that were put down have gone: the same command reads them again")
-            time.sleep(POLL if self.world > 1 else 0)
+            time.sleep(POLL)
         self.writer.finish()
 
     def close(self) -> None:
@@ -248,6 +250,6 @@ class Capturing:
             say_errors(index)
             return say(f"captured: {self.out} holds all {len(self.packed):,} rows: data=shards path={self.out} trains from it")
         self._find_written()  # count the rows of other processes too
-        rows, written = int(self.kept[: len(self.packed)].sum()), size(sum(self.writer.folder.sizes().values()))
+        rows, written = int(self.kept[: len(self.packed)].sum()), sized(sum(self.writer.folder.sizes().values()))
         say(f"captured so far: {rows:,} of {len(self.packed):,} rows, {written}, in {self.out}; more steps go on with it, or "
             f"`python -m data` over the same rows, with taps={self.settings['taps']} out={self.out}")  # fmt: skip

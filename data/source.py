@@ -32,9 +32,9 @@ from headstart.data.pack import pack
 from headstart.data.packed import Document, Documents, Packed, sizes_of
 from headstart.data.rows import file_path, is_dataset, is_there
 from headstart.heads.errors import UserError
+from headstart.inference.decoding import placement
 from headstart.inference.decoding.decode import longest
 from headstart.inference.decoding.info import TargetInfo
-from headstart.inference.decoding.placement import is_main
 from headstart.inference.decoding.target import Target
 
 HOW = ("cache", "workers")  # settings of sources that do not change the rows, so a resumed run may change them
@@ -225,8 +225,7 @@ def observing(target: Target) -> Callable[[TokenBatch, Collection[int]], TargetB
 
 def say(line: str) -> None:
     """Print a line about the data, in one of several processes."""
-    if is_main():
-        print(f"data: {line}")
+    placement.say(f"data: {line}")
 
 
 def _size(documents: Documents) -> str:

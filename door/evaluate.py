@@ -10,7 +10,7 @@ from typing import Any
 from headstart.door import values
 from headstart.door.frame import compose_again
 from headstart.door.idle import of_trees, refuse, said_of
-from headstart.door.places import called, check_file, check_speculator
+from headstart.door.places import called, check_file, check_speculator, name_of
 from headstart.door.sweep import Done, overrides, swept
 from headstart.heads.errors import UserError, counted
 
@@ -105,7 +105,6 @@ def opened(config: dict[str, Any], decode: Any, target: Any, longest: int) -> tu
     """The sides to compare, plain decoding first; the largest depth of their trees; and the folders of their drafters. Raises UserError
     where two sides have the same name, and for decode=tuned where drafting did not pay.
     """
-    from headstart.door.infer import name_of
     from headstart.inference.decoding.policy import fit_depth
     from headstart.inference.reports.generate import assistant_of
     from headstart.inference.reports.sides import PLAIN, is_tried, ours, transformers

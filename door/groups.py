@@ -32,6 +32,11 @@ class Target(Group):
     config: values.Published | None
     drafter: values.Fitting = {}
 
+    @property
+    def shared(self) -> bool:
+        """Whether several processes share the target."""
+        return self.device == "fsdp" or self.device.partition(":")[0] == "tp"
+
 
 class Served(Group):
     """``served`` of conf/config.yaml and conf/capture.yaml: the server that computes the target's states."""

@@ -24,7 +24,7 @@ from headstart.door.diagnose import diagnose
 from headstart.door.evaluate import check_evaluate, compare_evaluations, evaluate, name_the_file, suite_name
 from headstart.door.expect import expect
 from headstart.door.expect import tune as tune_apart
-from headstart.door.places import check_file, check_out, check_paths, check_speculator
+from headstart.door.places import check_file, check_out, check_paths, check_speculator, name_of
 from headstart.door.sweep import changed, compare_runs, label, overrides, swept
 from headstart.heads.errors import UserError
 
@@ -128,20 +128,12 @@ def tune(config: dict[str, Any]) -> None:
     tuned = tune.tune(target, drafter, asked, sequences=config["sequences"], new_tokens=config["new_tokens"])
     folder = Path(config["out"] or config["speculator"])
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         plans.write(tuned, folder)
         if config["out"] is None:  # acceptance.json belongs beside its weights
             prior.write(folder, prior.measure(target, drafter, asked))
     except OSError as e:
         raise UserError(f"{folder} cannot be written ({e}): give out=DIR") from e
     print(*plans.summary(tuned), f"written: {folder / plans.NAME}, decode.png", sep="\n")
-
-
-def name_of(kind: str, drafter: Any, proposer: Any) -> str:
-    """The name in reports: a drafter's head, whatever device it is on; any other proposer's kind."""
-    proposer = getattr(proposer, "inner", proposer)  # a drafter on another device is wrapped
-    drafter = getattr(proposer, "drafter", drafter)
-    return kind if kind != "drafter" or drafter is None else drafter.config["head"]
 
 
 def say_limit(asked: list[list[int]], key: str, most: int | None) -> None:

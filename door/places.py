@@ -63,3 +63,10 @@ def called(target: dict[str, Any]) -> str:
     report (``Target.name`` is the path there).
     """
     return Path(target["path"]).absolute().name if target["name"] == "folder" else str(target["name"])
+
+
+def name_of(kind: str, drafter: Any, proposer: Any) -> str:
+    """The name in reports: a drafter's head, whatever device it is on; any other proposer's kind."""
+    proposer = getattr(proposer, "inner", proposer)  # a drafter on another device is wrapped
+    drafter = getattr(proposer, "drafter", drafter)
+    return kind if kind != "drafter" or drafter is None else drafter.config["head"]

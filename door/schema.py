@@ -31,10 +31,8 @@ from headstart.door.groups import (
 )
 from headstart.door.values import Above0, AtLeast0, Count, Length, Place, Seed, Whole, Word, choices, of_yaml
 from headstart.door.words import Says
-from headstart.inference.reports.lengths import FEWEST
 
 Taps = Annotated[list[Count], Field(min_length=1), Says("a list of layers, [2, 6, 9] for example,")] | None
-Enough = Annotated[int, Field(ge=FEWEST)]
 
 
 class Door(Group):
@@ -48,10 +46,9 @@ class Door(Group):
     @model_validator(mode="after")
     def _not_shared(self) -> Door:
         device = self.target.device
-        shared = device == "fsdp" or device.partition(":")[0] == "tp"
-        if shared and self.alone:
+        if self.target.shared and self.alone:
             raise ValueError(f"target.device={device} cannot {self.alone}; target.device=map spreads the layers over all GPUs instead")
-        if shared and device != "tp" and not self.trains:
+        if self.target.shared and device != "tp" and not self.trains:
             raise ValueError(f"target.device={device} is for training; target.device=tp shares the layers here")
         return self
 
@@ -101,9 +98,9 @@ class Config(Reader):
 
     @model_validator(mode="after")
     def _reported_elsewhere(self) -> Config:
-        if ((device := self.target.device) in ("tp", "fsdp") or device.startswith("tp:")) and self.report == "here":
-            raise ValueError(f"target.device={device} is shared by all processes, and one of them reports: take report=none, which "
-                             "prints the command that reports")  # fmt: skip
+        if self.target.shared and self.report == "here":
+            raise ValueError(f"target.device={self.target.device} is shared by all processes, and one of them reports: "
+                             "take report=none, which prints the command that reports")  # fmt: skip
         return self
 
 
@@ -189,7 +186,7 @@ class Tune(Door):
     costs: Place | None
     on_long: Skip
     count: Whole | None
-    new_tokens: Enough
+    new_tokens: values.Enough
     sequences: Whole
     out: Place | None
 
@@ -211,7 +208,7 @@ class Diagnose(Door):
     prompts: Place | None
     on_long: Skip
     count: Whole
-    new_tokens: Enough
+    new_tokens: values.Enough
 
     @model_validator(mode="after")
     def _asks_something(self) -> Diagnose:

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from headstart.door.words import Says, listed, shown
 from headstart.heads.errors import near
+from headstart.inference.reports.lengths import FEWEST
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 LONGEST, DEEPEST = 255, 4095  # bytes of a name and of a path: what file systems take
@@ -140,6 +141,7 @@ def _arms(value: object) -> object:
 
 Whole = Annotated[int, Field(ge=1)]
 NewTokens = Annotated[int, Field(ge=2)]  # the pass over the prompt gives the first token, the rounds that are measured give the others
+Enough = Annotated[int, Field(ge=FEWEST)]  # new tokens
 Count = Annotated[int, Field(ge=0)]
 Above0 = Annotated[float, Field(gt=0)]
 AtLeast0 = Annotated[float, Field(ge=0)]

@@ -34,6 +34,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
+def sized(count: int) -> str:
+    """ "1.5 MB", "2.0 GB"."""
+    return f"{count / 1e6:,.1f} MB" if count < 1e9 else f"{count / 1e9:,.1f} GB"
+
+
 @functools.cache
 def warn_once(text: str) -> None:
     """Log a warning only once in this process: its cause, such as a folder that is read again, may recur."""

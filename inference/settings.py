@@ -14,7 +14,7 @@ from headstart.heads.base import Drafter, TargetShape
 from headstart.heads.errors import UserError
 from headstart.heads.kinds import check_kinds
 from headstart.inference.decoding.info import DTYPES, TargetInfo, loading
-from headstart.inference.decoding.placement import check_device, is_main
+from headstart.inference.decoding.placement import check_device, say
 from headstart.inference.decoding.plans import load_plans
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Proposer
@@ -50,8 +50,7 @@ def read_target(settings: Settings) -> TargetInfo:
         try:
             return StoredTarget(path, **how_to_load(settings))
         except NotStored as e:
-            if is_main():
-                print(f"target {settings['name']} is loaded with its layers: {e}")
+            say(f"target {settings['name']} is loaded with its layers: {e}")
         return Target.load(path, **how_to_load(settings))
 
 
@@ -175,8 +174,7 @@ def open_guesser(
     policy = next(iter(load_plans(speculator, target, drafter).values()))
     if policy is not None:
         policy.check(decode.sampling.rule)
-        if is_main():
-            print(f"tree of decode.json: {policy}")
+        say(f"tree of decode.json: {policy}")
     return drafter, None, policy
 
 

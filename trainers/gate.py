@@ -42,6 +42,7 @@ from headstart.trainers.diagnosis import FILE, Case, Finding, diagnose, lines
 from headstart.trainers.job import Job
 from headstart.trainers.joint import Joint
 from headstart.trainers.metrics import by_depth, expected
+from headstart.trainers.patience import DECODED
 from headstart.trainers.prepare import beginnings
 
 PROMPTS, NEW_TOKENS = 4, 24
@@ -89,7 +90,7 @@ class Gate:
         numbers = figures(table, made, fit_depth(job.decoding.policy, exported).depth)
         arm.log(numbers | {"speed/gate_seconds": time.perf_counter() - start})
         if job.settings["trainer"]["keep"] == "best":
-            keep_if_best(arm, numbers["decode/T0/accepted_length"])
+            keep_if_best(arm, numbers[DECODED])
         if apart := [f"{shape} at {name.replace('_', ' ')}" for name, of in table.items() for shape, row in of.items() if row["apart"]]:
             known = {"step": arm.fitted.steps, "dtype": str(target.dtype).removeprefix("torch."), "weights": target.fingerprint["weights"]}
             case = Case(target, exported, self.prompts, job.held_out, live.state_dict(), known)

@@ -20,7 +20,7 @@ from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
 from headstart.heads.files import put_text
 from headstart.inference.decoding.info import DTYPES, TargetInfo
-from headstart.inference.decoding.placement import is_main, is_sharded, processes
+from headstart.inference.decoding.placement import is_main, is_sharded, processes, say
 from headstart.inference.provenance import provenance
 from headstart.inference.reports.several import sizes_of
 from headstart.inference.settings import Decode, Settings, open_decode, open_target, read_target
@@ -116,9 +116,9 @@ def _shared_out(trainer: Settings, own: Mapping[str, Settings], runs: Mapping[st
     """
     losses = [each["loss"] for each in own.values()]
     now, batch = batch_of(trainer, processes(), [run for folders in runs.values() for run in folders], losses, streamed)
-    if now != batch and is_main():
+    if now != batch:
         how = f"{now.processes} x trainer.batch_size={now.rows} x trainer.accumulate={now.accumulate}"
-        print(f"a step has the {batch.size} rows that the run began with: {how}")
+        say(f"a step has the {batch.size} rows that the run began with: {how}")
     return trainer | {"batch_size": now.rows, "accumulate": now.accumulate}, batch
 
 
@@ -180,13 +180,12 @@ def _steps(trainer: Settings, own: Mapping[str, Settings], source: Source) -> in
     if (epochs := trainer["epochs"]) is not None:
         rows, step = source.rows, trainer["batch_size"] * trainer["accumulate"] * processes()
         steps = max(1, math.ceil(epochs * rows / step))
-        if is_main():
-            print(f"trainer.epochs={epochs:g}: {steps:,} steps of {step:,} rows, of {rows:,} in an epoch")
+        say(f"trainer.epochs={epochs:g}: {steps:,} steps of {step:,} rows, of {rows:,} in an epoch")
         for each in own.values():
             if why := too_much(each["trainer"]["patience"], steps, trainer["decode_every"], trainer["eval_every"]):
                 raise UserError(why)
-    if is_main() and trainer["warmup"] >= steps:
-        print(f"trainer.warmup={trainer['warmup']} of {steps} steps: the learning rate does not reach its peak")
+    if trainer["warmup"] >= steps:
+        say(f"trainer.warmup={trainer['warmup']} of {steps} steps: the learning rate does not reach its peak")
     return steps
 
 

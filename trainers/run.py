@@ -272,7 +272,8 @@ def _contender(job: Job, arm: Arm, there: Exported, target: Target, drafter: Dra
         extra |= {"exported_step": there.step, "exported_tokens": fitted.tokens * there.step // fitted.steps}
     if arm.stopped:
         extra["stopped_early"] = arm.patience.state()
-    extra |= {"data": (data := job.settings["data"]["name"]), "loss": settings["loss"], "prompts_from": f"held-out text of {data}"}
+    data = job.settings["data"]["name"]
+    extra |= {"data": data, "loss": settings["loss"], "prompts_from": f"held-out text of {data}"}
     if job.changed.get(arm.name):
         extra["changed_settings"] = job.changed[arm.name]
     if (path := arm.run / DIAGNOSIS).is_file():  # expected and decoded length differed during training

@@ -12,7 +12,7 @@ from pathlib import Path
 from time import monotonic, sleep
 
 from headstart.data.lock import locked
-from headstart.heads.errors import UserError
+from headstart.heads.errors import UserError, sized
 from headstart.heads.files import put_text
 
 POLL, REMIND = 5.0, 60.0  # seconds: between checks of the free space; between messages, and between attempts while space is short
@@ -106,7 +106,7 @@ class Room:
             raise UserError(f"{what} cannot be written into {where}: what was there before is untouched; {advice}") from refused
         if now - self.told >= REMIND:
             self.told = now
-            print(f"{what} cannot be written into {where}: {_human(size)} needed, {_human(free_space(places))} free. Waiting for space, "
+            print(f"{what} cannot be written into {where}: {sized(size)} needed, {sized(free_space(places))} free. Waiting for space, "
                   f"for at most {left:.0f} seconds (out_wait); Ctrl-C gives up")  # fmt: skip
         end = now + min(REMIND, left)
         sleep(min(POLL, left))
@@ -144,7 +144,3 @@ def _reason(error: OSError) -> str:
 
 def _why(error: OSError, place: Path) -> str:
     return f"{place}: {_reason(error)}"
-
-
-def _human(size: int) -> str:
-    return f"{size / 1e6:.1f} MB" if size < 1e9 else f"{size / 1e9:.1f} GB"

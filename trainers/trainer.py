@@ -288,5 +288,5 @@ def _learn(begun: Mapping[str, Step], batch: TargetBatch, i: int, figures: bool,
 
 def _numbers(arms: Sequence[Arm], alone: bool) -> str:
     if alone:
-        return f"loss {arms[0].shown.get('loss', math.nan):.3f}  expected length {arms[0].shown['expected_length']:.2f}" if arms else ""
+        return f"loss {arms[0].shown.get('loss', math.nan):.3f}  expected length {arms[0].shown['expected_length']:.2f}"
     return "expected length: " + "  ".join(f"{arm.name} {arm.shown['expected_length']:.2f}" for arm in arms)

@@ -229,10 +229,8 @@ class Endpoint:
                 response = web.json_response(Refused(str(error), code="engine_failed", status=503).body, status=503)
             except web.HTTPException as error:  # aiohttp's own: no such path, another method, a body too large
                 known = f": this endpoint has {CHAT}, {COMPLETIONS} and {MODELS}" * (error.status == 404)
-                error.content_type, error.text = (
-                    "application/json",
-                    json.dumps(Refused(f"{error.text or error.reason}{known}", code="http").body),
-                )
+                error.content_type = "application/json"
+                error.text = json.dumps(Refused(f"{error.text or error.reason}{known}", code="http").body)
                 status = error.status
                 raise
             except (asyncio.CancelledError, ConnectionError):
