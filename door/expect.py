@@ -8,7 +8,7 @@ from typing import Any
 from headstart.heads.errors import UserError
 
 
-def tune(config: dict[str, Any]) -> None:
+def tune_over_shards(config: dict[str, Any]) -> None:
     """`python -m inference tune shards=DIR`: rate all trees over recorded texts; with a machine's costs, choose the best for each load."""
     from pathlib import Path
 

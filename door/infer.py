@@ -22,8 +22,7 @@ from headstart.door import enter, load_torch, loading
 from headstart.door.arguments import command_of, examples
 from headstart.door.diagnose import diagnose
 from headstart.door.evaluate import check_evaluate, compare_evaluations, evaluate, name_the_file, suite_name
-from headstart.door.expect import expect
-from headstart.door.expect import tune as tune_apart
+from headstart.door.expect import expect, tune_over_shards
 from headstart.door.places import check_file, check_out, check_paths, check_speculator, name_of
 from headstart.door.sweep import changed, compare_runs, label, overrides, swept
 from headstart.heads.errors import UserError
@@ -33,7 +32,7 @@ def report(config: dict[str, Any]) -> None:
     """The door ``python -m inference``: decode, compare with plain decoding, write the report."""
     from headstart.data.prompts import fitting  # imported here: wrong settings are reported before torch is loaded
     from headstart.inference.decoding.placement import is_main
-    from headstart.inference.reports.card import served, write_card
+    from headstart.inference.reports.card import serving_keys, write_card
     from headstart.inference.reports.measure import make_report
     from headstart.inference.reports.render import show, show_serving, write_report
     from headstart.inference.settings import NO_GAIN, NONE_GIVEN, open_decode, open_guesser, open_target
@@ -50,7 +49,7 @@ def report(config: dict[str, Any]) -> None:
     if policy is None:
         raise UserError(NO_GAIN)
     differing = changed("inference", config)
-    serving = {} if drafter is None or proposer is not None else served(drafter, target, speculator, policy)
+    serving = {} if drafter is None or proposer is not None else serving_keys(drafter, target, speculator, policy)
     made = make_report(
         target,
         drafter,
@@ -113,7 +112,7 @@ def own_folder(folder: Path, config: dict[str, Any], command: str) -> Path:
 def tune(config: dict[str, Any]) -> None:
     """The door ``python -m inference tune``: measure which tree is fastest, write decode.json."""
     if config["shards"] is not None:
-        return tune_apart(config)
+        return tune_over_shards(config)
     from headstart.data.prompts import fitting
     from headstart.inference.decoding import plans
     from headstart.inference.reports import prior, tune

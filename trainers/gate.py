@@ -43,7 +43,7 @@ from headstart.trainers.job import Job
 from headstart.trainers.joint import Joint
 from headstart.trainers.metrics import by_depth, expected
 from headstart.trainers.patience import DECODED
-from headstart.trainers.prepare import beginnings
+from headstart.trainers.prepare import held_out_prompts
 
 PROMPTS, NEW_TOKENS = 4, 24
 GATE = ".gate-"  # prefix of the temporary folder of the export
@@ -55,7 +55,7 @@ class Gate:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.prompts = (job.prompts or beginnings(job))[:PROMPTS]
+        self.prompts = (job.prompts or held_out_prompts(job))[:PROMPTS]
         self.why_not = ""
         for left in (folder for arm in job.arms for folder in arm.run.glob(f"{GATE}*")):  # left over from a killed process
             shutil.rmtree(left, ignore_errors=True)
@@ -94,7 +94,7 @@ class Gate:
         if apart := [f"{shape} at {name.replace('_', ' ')}" for name, of in table.items() for shape, row in of.items() if row["apart"]]:
             known = {"step": arm.fitted.steps, "dtype": str(target.dtype).removeprefix("torch."), "weights": target.fingerprint["weights"]}
             case = Case(target, exported, self.prompts, job.held_out, live.state_dict(), known)
-            said(arm, table, apart, diagnose(case))
+            report_findings(arm, table, apart, diagnose(case))
         return numbers
 
 
@@ -170,7 +170,7 @@ def figures(table: Mapping[str, Any], made: Made, depth: int) -> dict[str, float
     return found | expected(table)
 
 
-def said(arm: Arm, table: Mapping[str, Any], apart: Sequence[str], findings: Sequence[Finding]) -> None:
+def report_findings(arm: Arm, table: Mapping[str, Any], apart: Sequence[str], findings: Sequence[Finding]) -> None:
     """Print the findings, and write them to diagnosis.json in the run folder."""
     print(
         f"{arm.label}step {arm.fitted.steps}: expected and decoded length differ by more than chance ({', '.join(apart)}):",

@@ -103,7 +103,7 @@ def nearest(settings: Settings) -> Iterator[tuple[list[str], Plan]]:
     held = runs_target(settings["data"], settings.get("served"))
     more = [gpus for gpus in (2, 4, 8, 16) if gpus > settings["gpus"]]
     if device != "map" and not _adapts(settings):
-        yield from _first(_shared_out(settings, gpus, held) for gpus in (settings["gpus"], *more))
+        yield from _first(_sharded(settings, gpus, held) for gpus in (settings["gpus"], *more))
     if not held or _adapts(settings):
         return
     spread = settings | {"nodes": 1, "target": settings["target"] | {"device": "map"}}
@@ -113,7 +113,7 @@ def nearest(settings: Settings) -> Iterator[tuple[list[str], Plan]]:
 
 
 def _adapts(settings: Settings) -> bool:
-    """Whether the target is trained too: then it is neither spread nor shared out, and its layers are needed."""
+    """Whether the target is trained too: then it is neither spread nor sharded, and its layers are needed."""
     return any(arm["trainer"]["lora"] is not None for arm in (settings["arms"] or {"": settings}).values())
 
 
@@ -130,7 +130,7 @@ def _can_be_trimmed(settings: Settings) -> bool:
     return TargetShape.of(config_of(settings["target"])[1]).vocab_size > TRIMMED
 
 
-def _shared_out(settings: Settings, gpus: int, held: bool) -> Iterator[tuple[list[str], Plan]]:
+def _sharded(settings: Settings, gpus: int, held: bool) -> Iterator[tuple[list[str], Plan]]:
     """Changes that use ``gpus`` GPUs per node and shard more. Only settings that have their default value are changed. ``held``: whether
     the run holds the target's layers.
     """

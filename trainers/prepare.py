@@ -99,7 +99,7 @@ def prepare(
             job.source = _capturing(job, capture, stack)
         job.prompts = _report_prompts(decoding, source, about) if job.reported else []
         known: Settings = {"target": about.fingerprint, "rows": source.digest(), "capture": capture and capture["storage"]}
-        same = {name: lasting(each, data, batch, **known, **_counted(each["head"], drafters[name][0])) for name, each in own.items()}
+        same = {name: lasting(each, data, batch, **known, **_vocab_digest(each["head"], drafters[name][0])) for name, each in own.items()}
         for name in own:  # refuse before anything in the folder changes
             check_earlier(runs[name], same[name], trainer["resume"])
             if is_sharded(target["device"]):  # the processes read held-out text together, and would fail there if their rows differ
@@ -201,7 +201,7 @@ def _served(settings: Settings, data: Settings, own: dict[str, Settings], served
     return open_served(settings, served)
 
 
-def _counted(head: Settings, drafter: Drafter) -> Settings:
+def _vocab_digest(head: Settings, drafter: Drafter) -> Settings:
     """A digest of the trimmed draft vocabulary if it was counted from the data: its tokens give the head's rows their meaning. Else {}."""
     if not isinstance(head.get("draft_vocab"), int):
         return {}
@@ -246,7 +246,7 @@ def _held_out(job: Job) -> list[TargetBatch]:
     return [batch.to(torch.device("cpu")) for batch in seen]  # evaluation moves them to the GPU one at a time
 
 
-def beginnings(job: Job) -> list[list[int]]:
+def held_out_prompts(job: Job) -> list[list[int]]:
     """The first BEGINNING token ids of every held-out row, as prompts for the target to continue."""
     return [row[:BEGINNING].tolist() for batch in job.held_out for row in batch.tokens_BT]
 

@@ -22,7 +22,7 @@ from headstart.inference.decoding.policy import fit_depth
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.used import idle
 from headstart.inference.reports import prior
-from headstart.inference.reports.card import kept_card, served, write_card
+from headstart.inference.reports.card import kept_card, serving_keys, write_card
 from headstart.inference.reports.compare import compare, costs_of
 from headstart.inference.reports.measure import Contender, make_reports
 from headstart.inference.reports.render import show, show_serving, write_report
@@ -278,7 +278,7 @@ def _contender(job: Job, arm: Arm, there: Exported, target: Target, drafter: Dra
         extra["changed_settings"] = job.changed[arm.name]
     if (path := arm.run / DIAGNOSIS).is_file():  # expected and decoded length differed during training
         extra["diagnosis"] = {key: value for key, value in read_json(path).items() if key in ("step", "apart", "findings")}
-    extra |= served(drafter, target, there.speculator, job.decoding.policy, there.changed)
+    extra |= serving_keys(drafter, target, there.speculator, job.decoding.policy, there.changed)
     if there.changed is not None:
         rows = [look(batch, target, arm.drafter.taps) for batch in rows]
         how = how_changed(job.target.opened(), target, job.held_out, job.prompts, settings["loss"]["chunk"])

@@ -34,7 +34,7 @@ BLOCK = re.compile(r"<!-- headstart: ([^\n]+?) -->\n(.*?)<!-- headstart: end -->
 LICENCE = "# license: yours to choose; the licences of the target and of the data may bind you\n"
 
 
-def served(drafter: Drafter, target: Target, folder: str | Path, policy: TreePolicy, path: str | None = None) -> dict[str, Any]:
+def serving_keys(drafter: Drafter, target: Target, folder: str | Path, policy: TreePolicy, path: str | None = None) -> dict[str, Any]:
     """The keys of a report on serving the drafter of ``folder``: ``serving``, the commands, and ``unserved``, why no engine loads it.
     Empty for a folder that was not exported by this package, unless it holds a language model.
 

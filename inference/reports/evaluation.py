@@ -54,7 +54,7 @@ def kinds(found: Mapping[str, Any]) -> list[tuple[int, float]]:
     return list(dict.fromkeys((row["sequences"], row["temperature"]) for row in found["rows"]))
 
 
-def of(found: Mapping[str, Any], sequences: int, temperature: float, category: str | None = None) -> list[Row]:
+def rows_of(found: Mapping[str, Any], sequences: int, temperature: float, category: str | None = None) -> list[Row]:
     """The rows of this number of sequences and temperature; with ``category``, of this category only."""
     here = [row for row in found["rows"] if (row["sequences"], row["temperature"]) == (sequences, temperature)]
     return [row for row in here if category in (None, row["category"])]
@@ -87,7 +87,7 @@ def sentences(found: Mapping[str, Any]) -> list[str]:
         if rest := found["prompts"] - max(row["prompts"] for row in found["rows"] if row["sequences"] == sequences):
             lines.append(f"{counted(rest, 'prompt')} not measured {sequences} at once: a category has fewer left over")
     for sequences, temperature in kinds(found):
-        plain = next(row for row in of(found, sequences, temperature, ALL) if row["name"] == PLAIN)
+        plain = next(row for row in rows_of(found, sequences, temperature, ALL) if row["name"] == PLAIN)
         lines += [line for line in too_much({temperature: plain}) if line not in lines]
     if found.get("auto_not_tried"):
         lines.append(f"{found['auto_not_tried']}: raise new_tokens, or take decode=dynamic or chain")
@@ -106,9 +106,9 @@ def show(found: Mapping[str, Any]) -> None:
     """Print the tables and sentences on the terminal."""
     console = Console(markup=False, highlight=False)  # names of categories may hold brackets
     for sequences, temperature in kinds(found):
-        rows = of(found, sequences, temperature)
+        rows = rows_of(found, sequences, temperature)
         title = f"{called(sequences, temperature)}: {rows[0]['prompts']} of {found['suite']}"
-        console.print(_terminal(title, of(found, sequences, temperature, ALL)))
+        console.print(_terminal(title, rows_of(found, sequences, temperature, ALL)))
         names, groups = sides(rows), categories(rows)
         if len(groups) > 1 and names:
             gains = {(row["category"], row["name"]): f"{row['speedup']:.2f}x" for row in rows}
@@ -136,7 +136,7 @@ def compare(evaluations: Mapping[str, Path], folder: Path) -> None:
     rows.sort(key=lambda row: -row["speedup"])
     console = Console(markup=False, highlight=False)
     for sequences, temperature in kinds({"rows": rows}):
-        console.print(_terminal(called(sequences, temperature), of({"rows": rows}, sequences, temperature)))
+        console.print(_terminal(called(sequences, temperature), rows_of({"rows": rows}, sequences, temperature)))
     folder.mkdir(parents=True, exist_ok=True)
     put_text(folder / "comparison.json", json.dumps({"rows": rows}, indent=2) + "\n")
     print(f"comparison: {folder / 'comparison.json'}")
@@ -146,9 +146,9 @@ def evaluation_page(found: Mapping[str, Any]) -> str:
     """The text of evaluate.html."""
     sections = []
     for sequences, temperature in kinds(found):
-        rows, kind = of(found, sequences, temperature), "t0" if temperature == 0 else "t1"
+        rows, kind = rows_of(found, sequences, temperature), "t0" if temperature == 0 else "t1"
         sections.append(
-            section(called(sequences, temperature), *_overall(of(found, sequences, temperature, ALL), kind), *_categories(rows))
+            section(called(sequences, temperature), *_overall(rows_of(found, sequences, temperature, ALL), kind), *_categories(rows))
         )
     sections.append(section("More to know", h("<ul>{}</ul>", joined(h("<li>{}</li>", line) for line in sentences(found)))))
     versions = ", ".join(f"{k} {v}" for k, v in found["versions"].items())

@@ -122,7 +122,7 @@ def fixed(shares: Sequence[Sequence[float]], nodes: int) -> TreePolicy:
 # Measuring -----------------------------------------------------------------------------------------------------------
 
 
-def look(
+def decode_all(
     decoder: Decoder, trees: Trees, prompts: Sequence[Sequence[int]], new_tokens: int, runs: dict[TreePolicy, list[Run]], what: str
 ) -> None:
     """Decode every prompt plainly and with every tree in turn, so that a noisy machine disturbs them alike. Adds to ``runs``."""
@@ -181,13 +181,13 @@ def tune(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], *, 
     trees = [t for t in trees if t.kind == "chain" or times[1][t].verify <= DEAREST * times[1][None].verify]
     decoder = Decoder(target, drafter, trees=trees, max_length=max(map(len, prompts)) + new_tokens)
     decoder.generate(prompts[0], new_tokens=new_tokens, policy=trees[0])  # first calls are slow
-    look(decoder, trees, prompts[:few], new_tokens, runs, "all trees")
+    decode_all(decoder, trees, prompts[:few], new_tokens, runs, "all trees")
     if not runs:
         raise UserError("the target ends all of the first prompts with its first token: give others")
     taus, costs = figures(runs)
     if target.device.type == "cpu":  # stopping a tree where the drafter is in doubt saves time only there
         shapes = [replace(t, kind="dynamic") if t.kind == "chain" else t for t in best(taus, costs[ALONE], 3)]
-        look(
+        decode_all(
             decoder, [replace(t, least=p) for t in shapes if not t.planned for p in LEAST], prompts[:few], new_tokens, runs, "where to stop"
         )
         taus, costs = figures(runs)
@@ -201,7 +201,7 @@ def tune(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], *, 
         trees = in_the_running(taus, costs[B])
     leaders = {B: [t for t in best(taus, c, 4 if B == ALONE else 2) if taus[t] > 0.9 * c[t]] for B, c in costs.items()}
     finalists = list(dict.fromkeys(t for some in leaders.values() for t in some))
-    look(decoder, leaders[ALONE], prompts[few:], new_tokens, runs, "the best for one sequence")
+    decode_all(decoder, leaders[ALONE], prompts[few:], new_tokens, runs, "the best for one sequence")
     decoder.close()
     taus, depths = {}, dict[TreePolicy, list[float]]()
     for t in watched(finalists, "the best trees"):

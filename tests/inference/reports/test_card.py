@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from headstart.heads import hub
 from headstart.inference.decoding.policy import AUTO
 from headstart.inference.decoding.target import Target
-from headstart.inference.reports.card import digest, hub_id, kept_card, served, write_card
+from headstart.inference.reports.card import digest, hub_id, kept_card, serving_keys, write_card
 from headstart.inference.reports.render import markdown
 from tests.drafters import make
 from tests.reports import a_report
@@ -39,7 +39,7 @@ def export(target: Target, folder: Path, head: str = "eagle", noise: float = 0.1
     drafter = make(head, target, noise)
     with kept_card(folder):
         hub.save(drafter, folder, target.card, torch.float32, target.tokenizer if head == "draft_lm" else None)
-    return a_report(head, **served(drafter, target, folder, AUTO))
+    return a_report(head, **serving_keys(drafter, target, folder, AUTO))
 
 
 def parts(folder: Path) -> tuple[dict[str, Any], str]:
@@ -140,7 +140,7 @@ def test_what_is_not_ours_is_left_alone(target: Target, tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "README.md").unlink()
     assert write_card(folder, report, target) == "" and not (folder / "README.md").exists()
-    assert served(make("eagle", target), target, folder, AUTO) == {}  # a foreign one may be written otherwise
+    assert serving_keys(make("eagle", target), target, folder, AUTO) == {}  # a foreign one may be written otherwise
 
 
 def test_a_readme_of_ones_own_stays_through_an_export(target: Target, tmp_path: Path) -> None:
