@@ -90,15 +90,14 @@ def _processor() -> Iterator[Finding]:
     slow = "; it does not multiply bf16 itself: training reads a target several times as fast with target.dtype=float32"
     yield Finding("ok", "processor", said + ("" if fast or torch.cuda.is_available() else slow))
     if isinstance(found := native.searched(), native.Unavailable):
-        yield Finding(
-            "note", "decoding", f"on the CPU it goes on with torch's operations, and training too, which are slower than our own: {found}"
-        )
+        slower = "on the CPU decoding and training go on with torch's operations, which are slower"
+        yield Finding("note", "decoding", f"our C++ cannot be used; {slower}: {found}")
         return
     over = {name: orders.panels_over_others(orders.measured(torch.randn(512, 512).to(d))) for d, name in native.DTYPES.items()}
     said = " and ".join(f"{share:.2f} in {name}" for name, share in over.items())
     said = f"on the CPU in C++, compiled for this processor; a product takes {said} of the time of torch's fastest"
     chosen = max(over.values()) < orders.WORTH
-    yield Finding("ok", "decoding", said) if chosen else Finding("note", "decoding", f"{said}, which is taken where that is faster")
+    yield Finding("ok", "decoding", said) if chosen else Finding("note", "decoding", f"{said}; torch's is taken where it is faster")
 
 
 def _gpus() -> Iterator[Finding]:

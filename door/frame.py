@@ -155,8 +155,8 @@ def _look_ahead(config_name: str, options: Any) -> _Many:
 
 
 def _one_of_many(config: DictConfig, config_name: str, run: Callable[[Settings], None], wrong: dict[str, str]) -> Done:
-    """One run of a --multirun. If it fails, its error is printed and returned, and the other runs go on. Of several processes all must
-    have failed for that: SystemExit is raised where this one is alone, because the others may still wait for it in this run.
+    """One run of a --multirun. If it fails, its error is printed and returned, and the other runs go on. With several processes they go on
+    only if all processes have failed in this run. Otherwise SystemExit is raised, because the others may still wait for this one.
     """
     name, plain, why = label(config_name, overrides(), swept()), Settings(), ""
     if name in wrong:

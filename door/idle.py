@@ -1,7 +1,6 @@
 """Settings of the command line that the other settings make useless. They are refused, so that nobody believes that they were at work.
 
-Where a --multirun tries several values of the setting that decides, the useless one is at work in some of the runs: for the others a line
-is printed.
+If a --multirun varies the setting that decides this, the useless one works in some of its runs. In the others only a line is printed.
 """
 
 from __future__ import annotations
@@ -86,14 +85,16 @@ def refuse(found: Iterator[Idle], said: Mapping[str, str], several: Collection[s
 
 
 def needs(door: str, arms: Sequence[Settings]) -> Iterator[Idle]:
-    """Settings whose other one none of the ``arms`` has; of a door without arms, its only settings."""
+    """Settings that need another one (``NEEDS``) which no arm has. ``arms``: the settings of each arm; of a door without arms, its settings
+    alone.
+    """
     for key, other in NEEDS.get(door, {}).items():
         if all(_value(arm, other) is None for arm in arms):
             yield Idle(key, f"without {other}", "give that too, or leave it out", (other,))
 
 
 def beside(door: str, config: Settings) -> Iterator[Idle]:
-    """Settings in whose place another one is taken."""
+    """Settings that another given setting replaces or makes useless."""
     for key, other in BESIDE.get(door, {}).items():
         if config[other] is not None:
             yield Idle(key, f"beside {other}=", "give one of them", (other,))

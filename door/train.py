@@ -29,7 +29,8 @@ from headstart.heads.override import typed
 
 OWN = ("head", "loss", "trainer")  # what an arm may have of its own
 PLANS = ("nodes", "gpus", "gpu", "gpu_hour")
-OF_OTHERS = {  # a setting of the trainer -> the setting, and its value, without which it changes nothing, and whose it is
+# a setting of the trainer -> the other setting, the value of it without which this one changes nothing, and whose setting it is
+OF_OTHERS = {
     **dict.fromkeys(("trainer.muon_lr", "trainer.momentum", "trainer.ns_steps"), ("optimizer", "muon", "Muon's")),
     "trainer.floor": ("schedule", "cosine", "the cosine's"),
 }
@@ -70,7 +71,7 @@ def main(config: dict[str, Any]) -> None:
 
 
 def gpus_of(launcher: Mapping[str, Any], said: Mapping[str, str]) -> dict[str, int]:
-    """The ``nodes`` and ``gpus`` of a plan where ``launcher`` starts processes, one per GPU; but for those that ``said`` gives."""
+    """The ``nodes`` and ``gpus`` of a plan if ``launcher`` starts processes (one per GPU), without those that ``said`` gives."""
     if launcher["processes"] == 1 and "nodes" not in launcher:
         return {}
     found = {"nodes": launcher.get("nodes", 1), "gpus": launcher["processes"]}

@@ -130,7 +130,7 @@ class _Sums:
         self.kernel = None if by == "torch" else importlib.import_module(KERNELS[by])
         self.shape, self.ordering, device = shape, ordering or {}, hidden[0].device
         self.dtype = _dtype_of(hidden[0])
-        # each root's row in ``hidden``, or -1 if it has none. Not used for depths with a row for every root; None: all depths have that
+        # each root's row in ``hidden`` (-1: none), for depths that have rows of the asked roots alone; None: every root is asked
         self.row_P: Tensor | None = None
         self.asked = shape[1] if ask_BA is None else ask_BA.shape[1]
         if ask_BA is not None:

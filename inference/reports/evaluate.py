@@ -89,7 +89,7 @@ def evaluate(target: Target, sides: Sequence[Side], questions: Sequence[Question
                     _talk(target, side, questions, unit, words, how._replace(new_tokens=min(WORTH + 1, how.new_tokens)), turns=1)
             at = i // len(how.temperatures) % len(here)
             made = {side.name: _talk(target, side, questions, unit, words, how) for side in here[at:] + here[:at]}
-            made = {side.name: made[side.name] for side in here}
+            made = {side.name: made[side.name] for side in here}  # in the usual order, whoever went first
             results.add(unit, questions[unit.questions[0]].group, made, _differences(target, made, how) if unit.temperature == 0 else {})
 
 

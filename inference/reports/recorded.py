@@ -38,7 +38,7 @@ from headstart.inference.decoding.verify import RULES, rule_of
 
 OWN = 1 << 24  # the first slot of random numbers that decoding does not use
 REPEATS = 1 << 20  # added to the seed, so that the numbers here are independent of those that decoding drew
-LEAST = 1e-30
+LEAST = 1e-30  # the smallest divisor
 
 
 class Recorded:

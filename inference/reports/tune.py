@@ -40,7 +40,7 @@ from headstart.inference.reports.timing import Trees, now, surface, time_rounds
 MARGIN = 1.03  # a tree must be so much faster than plain decoding: less is noise
 CHAINS, DEPTHS = (1, 2, 3, 4, 5, 7, 10), (4, 7)
 NODES = {4: (2,), 8: (2, 4), 15: (2, 4), 31: (4, 8), 60: (8,)}  # nodes of a dynamic tree -> nodes expanded at each level
-LEAST = (0.03, 0.1)
+LEAST = (0.03, 0.1)  # values of ``TreePolicy.least`` that are tried on a CPU
 FIXED, RANKS = (8, 16), 8  # nodes of fixed trees, and the children of one row that they choose from
 DEAREST = 2.5  # plain rounds: trees whose verification alone takes longer are left out
 

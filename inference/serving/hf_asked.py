@@ -1,5 +1,5 @@
-"""Reads a call of ``model.generate`` as transformers hands it over, and makes prompts, sampling settings and stopping conditions of it; and
-what is returned.
+"""Reads a call of ``model.generate`` as transformers hands it over: its prompts, sampling settings and stopping conditions. Also pads what
+is returned.
 
 A field, a processor or an argument that would change the output and is not supported is refused by the user's name for it; none is
 ignored silently.
