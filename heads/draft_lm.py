@@ -42,6 +42,7 @@ class DraftLm(ReadsTokens, Drafter):
 
     format = "causal_lm"
     lm: Any
+    arguments: dict[str, Any]  # that rebuild it without its folder and without the target
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class DraftLm(ReadsTokens, Drafter):
         self._describe()
 
     def _describe(self) -> None:
-        """Record the arguments that rebuild it without its folder and without the target."""
+        """Record its ``arguments``."""
         hf = self.lm.config
         keys = {key: value for key, value in hf.to_diff_dict().items() if key not in (*LOCAL, "transformers_version")}
         self.arguments = {"config": {**keys, "model_type": hf.model_type}}

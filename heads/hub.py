@@ -202,7 +202,8 @@ def is_language_model(folder: str | Path) -> bool:
 
 def open_language_model(folder: str | Path, shape: TargetShape) -> Drafter:
     """The causal LM of a folder as a draft model. Raises UserError where it cannot be one, as with another vocabulary than the target's."""
-    return build("draft_lm", shape, folder=str(folder))
+    name, settings = causal_lm.head_of(_config(Path(folder)))
+    return build(name, shape, folder=str(folder), **settings)
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.base import Draft, Roots
+from headstart.heads.base import Draft, Roots, rows_of
 from headstart.heads.driven import alone, by_rule, can_follow
 from headstart.heads.errors import UserError
 from headstart.heads.kinds import as_given, kinds_of, masks, rules
@@ -48,15 +48,19 @@ class ReadsTokens:
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
         """Read the chosen tokens; in the first call of a sequence, x[0] in front of them."""
-        tokens, positions = roots.chosen_BT, roots.positions_BT + 1
-        first = memory.rows() == 0
+        return Draft(rows_of(self.read_roots(roots, memory, sees)[0], ask))
+
+    def read_roots(self, roots: Roots, memory: Memory, sees: Sees) -> tuple[Tensor, Sees, int]:
+        """Returns the states after the roots' chosen tokens [B, T, D], the rule by which all rows were read, and how many of these rows are
+        in front of the roots' own: 1 in the first call of a sequence, else 0.
+        """
+        tokens, positions, first = roots.chosen_BT, roots.positions_BT + 1, int(memory.rows() == 0)
         if first:  # x[0] goes in front; positions are those of the tokens, which restart at each document
             tokens = torch.cat([roots.read_BT[:, :1], tokens], dim=1)
             positions = torch.cat([roots.positions_BT, positions[:, -1:]], dim=1)
             n = tokens.shape[1]
             sees = _of_tokens(sees) if isinstance(sees, ChainSees) else CausalSees(n, n)
-        draft = Draft(self.states(tokens, positions, memory, sees)[:, int(first) :])
-        return draft if ask is None else draft.at(ask)
+        return self.states(tokens, positions, memory, sees)[:, first:], sees, first
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
         """Read the drafted tokens, at the positions of the tokens themselves."""

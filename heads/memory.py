@@ -162,6 +162,9 @@ class Beside(Memory):
             return self.layers[layer]
         return [*self.layers[layer], (k, v)]
 
+    def rows(self, layer: int = 0) -> int:
+        return super().rows(layer) if layer in self.layers else self.memory.rows(layer)
+
     def room(self, layer: int, rows: int) -> Room | None:
         """As ``Memory.room``, where ``memory`` holds one sequence. Later rows use slots that stay free: the next rows overwrite them."""
         found = self.memory.room(layer, rows) if self.single else None

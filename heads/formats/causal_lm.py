@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.bars import no_bars
+from headstart.heads.formats.keys import need
 from headstart.heads.formats.llama import rope_keys, rope_of
 from headstart.heads.serving import Command, sglang_chain, transformers, vllm
 
@@ -125,17 +126,36 @@ def is_plain(config: dict[str, Any]) -> bool:
     return isinstance(kind, str) and known.get(kind) == name and str(name).endswith(("ForCausalLM", "LMHeadModel"))
 
 
+def head_of(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The head of a plain language model's folder, and its settings: PARD if the config names the mask token. (It does not say how many
+    guesses the drafter was trained for.) Raises UserError where engines would take another mask.
+    """
+    mask = config.get("pard_token")
+    if mask is None:
+        return "draft_lm", {}
+    need(config, dict.fromkeys(("mask_token_id", "dspark_noise_token_id", "ptd_token_id"), (mask, None)))
+    return "pard", {"mask_token": mask}
+
+
 def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Command]:
     """vLLM and SGLang, with it as an independent draft model, unless they would use it only for MTP modules; and transformers."""
     assistant = f"model.generate(**inputs, max_new_tokens=64, assistant_model=AutoModelForCausalLM.from_pretrained({folder!r}))"
-    hf = drafter.lm.config
-    needs = "0.32 or newer" + (", for a target that has experts too" if any(getattr(hf, key, None) for key in EXPERTS) else "")
-    found = [
-        _within(vllm(target, folder, "draft_model", guesses, needs), drafter, "--max-model-len"),
-        _within(sglang_chain(target, folder, "STANDALONE", guesses, "0.5.3 or newer"), drafter, "--context-length"),
-    ]
-    assisted = transformers(target, assistant, "its own assisted generation, one sequence at a time")
-    return [c for c in found if not TAKEN_FOR_MTP[c.engine].match(hf.model_type)] + [assisted]
+    found = [in_vllm(drafter, target, folder, guesses)]
+    found.append(_within(sglang_chain(target, folder, "STANDALONE", guesses, "0.5.3 or newer"), drafter, "--context-length"))
+    return [*loading(drafter, found), transformers(target, assistant, "its own assisted generation, one sequence at a time")]
+
+
+def in_vllm(drafter: Any, target: str, folder: str, guesses: int, **more: Any) -> Command:
+    """The command for vLLM. ``more``: further keys of its speculative config."""
+    experts = any(getattr(drafter.lm.config, key, None) for key in EXPERTS)
+    needs = "0.32 or newer" + ", for a target that has experts too" * experts
+    return _within(vllm(target, folder, "draft_model", guesses, needs, **more), drafter, "--max-model-len")
+
+
+def loading(drafter: Any, commands: list[Command]) -> list[Command]:
+    """The commands of engines that would not use a model of this kind only for MTP modules."""
+    kind, never = drafter.lm.config.model_type, re.compile(r"(?!)")
+    return [command for command in commands if not TAKEN_FOR_MTP.get(command.engine, never).match(kind)]
 
 
 def _within(command: Command, drafter: Any, flag: str) -> Command:

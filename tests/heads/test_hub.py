@@ -75,7 +75,7 @@ def test_config_says_what_the_folder_is(head: str, tmp_path: Path) -> None:
     assert len(config["architectures"]) == 1
     tensors = load_file(tmp_path / "s" / "model.safetensors")
     assert {t.dtype for t in tensors.values() if t.is_floating_point()} == {torch.bfloat16}
-    plain = config["headstart"]["format"] == "causal_lm"
+    plain = config["headstart"]["format"] in ("causal_lm", "pard")
     own = ["config.json", "generation_config.json", "model.safetensors"] if plain else ["config.json", "model.safetensors"]
     assert sorted(p.name for p in (tmp_path / "s").iterdir()) == own
     if not plain:  # the target's embedding stays with the target

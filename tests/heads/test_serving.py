@@ -57,6 +57,8 @@ FOUND: list[tuple[str, dict[str, Any], tuple[Any, ...] | None, dict[str, Any], s
     ("dspark", dict(layers=2, block=7, **MASK), ("dspark", 7), {}, {"vLLM", "SGLang"}),
     ("domino", dict(layers=2, block=7, **MASK), None, {}, {"SGLang"}),
     ("draft_lm", {}, ("draft_model", 6), {}, {"vLLM", "SGLang", "transformers"}),
+    ("pard", dict(depth=8), ("draft_model", 6), dict(parallel_drafting=True), {"vLLM", "TensorRT-LLM"}),
+    ("pard", dict(depth=4), ("draft_model", 4), dict(parallel_drafting=True), {"vLLM", "TensorRT-LLM"}),
     *((head, {}, None, {}, set()) for head in ("mtp", "hydra", "redrafter", "exit_head")),
 ]
 BLOCKS = ("dflash", "jetspec", "dflash2", "domino")
@@ -147,6 +149,19 @@ def test_a_draft_model_that_engines_take_for_mtp_modules(target: Target) -> None
         made = {c.engine: c for c in serving(drafter, "org/Model-1B", DIR, depth=6).commands[:-2]}
         assert made.keys() == {"vLLM", "SGLang", "transformers"} - without, kind
         assert ("vLLM" in made and "has experts too" in made["vLLM"].needs) == (kind in ("mixtral", "qwen3_moe"))
+
+
+def test_a_parallel_draft_model(target: Target) -> None:
+    """TensorRT-LLM is told the mask; of a kind that vLLM takes for MTP modules no engine loads it."""
+    small = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, intermediate_size=16, vocab_size=96)
+    for kind, engines in {"llama": {"vLLM", "TensorRT-LLM"}, "mistral": {"vLLM"}, "glm4_moe": set()}.items():
+        drafter = hub.build("pard", target.shape, config={"model_type": kind, "head_dim": 16, **small}, mask_token=7)
+        made = serving(drafter, "org/Model-1B", DIR, depth=6)
+        assert {c.engine for c in made.commands[:-2]} == engines and ("glm4_moe only for" in made.unserved) == (not engines)
+        for command in made.commands:
+            if command.engine == "TensorRT-LLM":
+                said = yaml.safe_load(shlex.split(command.text)[1])["speculative_config"]
+                assert said == {"decoding_type": "PARD", "max_draft_len": 6, "speculative_model_dir": DIR, "mask_token_id": 7}
 
 
 def test_a_draft_model_with_fewer_positions_than_the_target(target: Target) -> None:
@@ -250,7 +265,8 @@ def check_readable(made: Serving) -> None:
             assert said["speculative_model_dir"] == DIR and words[-1] == words[3]
             in_vllm = next(c.speculative for c in made.commands if c.speculative)
             assert said["max_draft_len"] == in_vllm["num_speculative_tokens"]
-            assert said["decoding_type"] == {"eagle3": "Eagle", "dflash": "DFlash"}[in_vllm["method"]]  # 1.2.1 knows no Eagle3
+            kinds = {"eagle3": "Eagle", "dflash": "DFlash", "draft_model": "PARD"}
+            assert said["decoding_type"] == kinds[in_vllm["method"]]  # 1.2.1 knows no Eagle3
 
 
 def test_our_own_command_composes(target: Target) -> None:
