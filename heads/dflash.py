@@ -66,8 +66,8 @@ def windowed_layers(window: int | None, some: list[int] | None, layers: int, blo
 
 def check_mask_token(mask_token: int, shape: TargetShape) -> None:
     """Raises UserError for a token that is not in the target's vocabulary."""
-    if not 0 <= mask_token < shape.vocab_size:
-        raise UserError(f"head.mask_token must be a token of the target (0..{shape.vocab_size - 1}), found {mask_token}")
+    if type(mask_token) is not int or not 0 <= mask_token < shape.vocab_size:
+        raise UserError(f"head.mask_token must be a token of the target (0..{shape.vocab_size - 1}), found {mask_token!r}")
 
 
 def mask_of(drafter: Any) -> Tensor:

@@ -29,8 +29,8 @@ from headstart.heads.visibility import BlockSees, Sees, blocks_of
 
 
 class Pard(DraftLm, without=("lora",)):  # LoRA would leave the mask's embedding as it was
-    """``depth``: guesses per root. ``mask_token``: None: the last token of the vocabulary. ``anchors``: roots that a training step draws
-    from each batch row. Raises UserError for settings and models that do not fit.
+    """``depth``: guesses per root. ``mask_token``: None: that of the PARD model to start from, else the last token of the vocabulary.
+    ``anchors``: roots that a training step draws from each batch row. Raises UserError for settings and models that do not fit.
     """
 
     format = "pard"
@@ -41,8 +41,10 @@ class Pard(DraftLm, without=("lora",)):  # LoRA would leave the mask's embedding
 
     def __init__(self, shape: TargetShape, *, depth: int = 8, mask_token: int | None = None, anchors: int = 64, **more: Any) -> None:
         super().__init__(shape, **more)
-        self.mask_token = shape.vocab_size - 1 if mask_token is None else mask_token
-        check_mask_token(self.mask_token, shape)
+        if mask_token is None:
+            mask_token = getattr(getattr(self.lm, "config", None), "pard_token", shape.vocab_size - 1)
+        check_mask_token(mask_token, shape)
+        self.mask_token = mask_token
         self.anchors, self.max_depth = anchors, depth
         if self.lm is not None:
             self._describe()
