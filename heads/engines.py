@@ -4,7 +4,8 @@ Drafters read inner layers of the target (SGLang's EAGLE and EAGLE3 also its emb
 offer an interface for that. The kinds of targets (``model_type``) come from the sources of vLLM 0.33.0 (``SupportsEagle3``; granitemoe and
 its kin: 0.32.0) and SGLang 0.5.23 (``set_eagle3_layers_to_capture``, ``set_dflash_layers_to_capture``, ``get_embed_and_head``), and from
 TensorRT-LLM's feature matrix of 2026. For vLLM, the kinds without the interface are listed: it runs every kind that it has no class for
-through transformers, where the interface exists. vLLM also shares the embedding's module, which must be called ``embed_tokens``.
+through transformers, where the interface exists. vLLM also shares the embedding's module, which must be called ``embed_tokens``, and for
+EAGLE-1 and MTP the output head's, ``lm_head`` (0.32.0: Cohere, Gemma 2 and Gemma 3n have none).
 
 Kinds are also left out where the drafter would read something else than in training. SGLang's Gemma 3 hands out the output of a layer's
 MLP instead of the residual stream. The embedding modules of some kinds multiply by a scale: where an engine shares such a module instead
@@ -24,7 +25,9 @@ _NOT_VLLM = _kinds("""
     hyperclovax inkling_text jamba lfm2 lfm2_moe longcat_flash mixtral nemotron olmo_hybrid olmoe opt qwen2_moe qwen4_exp_text stablelm
     vaultgemma zamba2
 """)
-_NOT_VLLM_EAGLE = _kinds("bloom dbrx falcon gpt2 gpt_bigcode gpt_neox opt vaultgemma")
+_NOT_VLLM_EAGLE = _kinds("""
+    bloom cohere cohere2 cohere2_moe dbrx falcon gemma2 gemma3n_text gpt2 gpt_bigcode gpt_neox opt vaultgemma
+""")
 _SGLANG = _kinds("""
     deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa gpt_oss kimi_k2 llama mellum ministral3 mistral phi3 qwen3
     qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next

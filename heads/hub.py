@@ -141,8 +141,7 @@ def save(
     own = drafter.state_dict()
     tensors = _in_file(fmt, drafter, {theirs: own[ours] for ours, theirs in fmt.names(drafter).items()} | _extras(fmt, drafter))
     tensors = {k: (v.to(dtype) if v.is_floating_point() else v).detach().cpu().contiguous().clone() for k, v in tensors.items()}
-    bad = [k for k, v in tensors.items() if v.is_floating_point() and not finite(v)]
-    if bad:
+    if bad := [k for k, v in tensors.items() if v.is_floating_point() and not finite(v)]:
         raise UserError(f"not saved: {bad[0]} holds NaN or infinite values (training diverged; lower trainer.lr)")
     kind = str(dtype).removeprefix("torch.")
     config = fmt.config(drafter) | {"dtype": kind, "torch_dtype": kind}
@@ -187,10 +186,13 @@ def load(folder: str | Path, shape: TargetShape, target: Mapping[str, Any] | Non
     _check_sizes(arguments, tensors, folder)
     with torch.device("meta"):  # allocates nothing: a size in config.json may be huge until the file's tensors confirm it
         sketch = _rebuild(name, shape, arguments, folder)
-    given = _match(sketch, tensors, folder, whole=OURS in config)
-    drafter = _fill(_rebuild(name, shape, arguments, folder), given, folder)
-    if OURS in config:
-        seal.check(drafter, _module(drafter.format), config, tensors, folder)
+    with seal.as_saved(sketch, config):
+        given = _match(sketch, tensors, folder, whole=OURS in config)
+    drafter = _rebuild(name, shape, arguments, folder)
+    with seal.as_saved(drafter, config):
+        _fill(drafter, given, folder)
+        if OURS in config:
+            seal.check(drafter, _module(drafter.format), config, tensors, folder)
     return drafter
 
 
@@ -286,7 +288,7 @@ def _match(drafter: Drafter, tensors: dict[str, Tensor], folder: Path, whole: bo
     return given
 
 
-def _fill(drafter: Drafter, given: dict[str, Tensor], folder: Path) -> Drafter:
+def _fill(drafter: Drafter, given: dict[str, Tensor], folder: Path) -> None:
     """Load the file's tensors into a rebuilt drafter. Raises UserError where a derived tensor contradicts them."""
     fmt = _module(drafter.format)
     given = fmt.in_memory(drafter, given) if hasattr(fmt, "in_memory") else given
@@ -297,4 +299,3 @@ def _fill(drafter: Drafter, given: dict[str, Tensor], folder: Path) -> Drafter:
     for name, tensor in _extras(fmt, drafter).items():  # must equal what follows from the others, or the folder holds another drafter
         if name in given and not torch.equal(given[name].to(tensor.dtype), tensor):
             raise UserError(f"{folder / seal.WEIGHTS}: {name} has values that this drafter cannot have")
-    return drafter

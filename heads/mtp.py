@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, layer_sizes
 from headstart.heads.errors import UserError
+from headstart.heads.formats.mtp import fills
 from headstart.heads.layers import DecoderLayer, RMSNorm, Rope
 from headstart.heads.memory import Memory
 from headstart.heads.mtp_weights import own_modules
@@ -58,6 +59,17 @@ class Module(nn.Module):
         return self.eh_proj(torch.cat([self.enorm(token_BND), self.hnorm(state_BND)], dim=-1))
 
 
+def _unlike_engines(shape: TargetShape, modules: int, heads: int, kv_heads: int, draft_vocab: list[int] | None) -> str:
+    """What keeps engines from loading such a drafter, and the settings with which they would; "" where nothing does."""
+    settings = ["head.modules=1"] * (modules > 1) + ["head.draft_vocab=null"] * (draft_vocab is not None)
+    if not fills(shape, heads):
+        fitting, rest = divmod(shape.hidden_size, shape.head_dim)
+        if rest:
+            return f"no number of heads of {shape.head_dim} is as wide as the target, {shape.hidden_size}"
+        settings += [f"head.heads={fitting}"] + [f"head.kv_heads={fitting}"] * (fitting % kv_heads > 0)
+    return f"trained with {' '.join(settings)}, vLLM loads it" if settings else ""
+
+
 class Mtp(Drafter):
     """``modules``: 1 serves every depth; more are one per depth, and their number is the maximum depth.
 
@@ -85,6 +97,10 @@ class Mtp(Drafter):
         self.taps = (shape.layers,)
         self.max_depth = modules if modules > 1 else None
         self.from_target = from_target
+        if differs := _unlike_engines(shape, modules, heads, kv_heads, draft_vocab):
+            self.unserved = f"engines have no such module; {differs}"
+        else:
+            self.format = "mtp"
         self.stages = nn.ModuleList(Module(shape, heads, kv_heads, width) for _ in range(modules))
         self.rope = Rope(shape.rope, shape.head_dim, shape.max_positions)
         self.register_buffer("draft_ids", check_ids(draft_vocab, shape.vocab_size), persistent=False)

@@ -26,6 +26,7 @@ from headstart.heads.stored import file_sha
 OURS = "headstart"  # our block in config.json
 CARD = ("model_type", "hidden_size", "layers", "vocab_size", "tokenizer")  # the fields that identify a target
 FREE = ("_name_or_path", "base_model_name_or_path", "transformers_version")  # keys that do not affect what is computed
+LATER = ("mtp",)  # drafters whose format came later: earlier versions saved all of them in ours
 WEIGHTS, CONFIG = "model.safetensors", "config"  # what is digested: the weights' file, and the content of config.json
 
 
@@ -79,6 +80,17 @@ def block_of(config: Mapping[str, Any], folder: Path, here: Mapping[str, Any]) -
         raise UserError(f"{path}: headstart.target lacks {absent[0]}: it must say which target the drafter was trained for")
     check_target(ours["target"], here, folder)
     return ours["head"], arguments_of_now(ours["head"], ours["arguments"])
+
+
+@contextmanager
+def as_saved(drafter: Drafter, config: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, the drafter has the format in which its folder was saved. Where that is not today's, its ``unserved`` says so afterwards."""
+    form, ours = drafter.format, config.get(OURS, {})
+    if ours.get("head") in LATER and ours.get("format") == "native":
+        drafter.format = "native"
+    yield
+    if drafter.format != form:
+        drafter.format, drafter.unserved = form, "an earlier version saved this folder, in a form that none loads; load and save it again"
 
 
 def check(drafter: Drafter, fmt: Any, config: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path) -> None:

@@ -24,6 +24,7 @@ FEW_HEADS = [pytest.param(head, marks=() if head in FEW else pytest.mark.slow) f
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
 SERVED: dict[str, dict[str, Any]] = {  # small drafters that engines can load, with a mask token that they know
     "eagle1": {},
+    "mtp": {},
     "peagle": dict(layers=1, depth=3, mask_token=95),
     "dflare": dict(layers=1, block=4, mask_token=95),
     "dflash2": dict(layers=1, block=4, rank=8, mask_token=95),

@@ -275,7 +275,7 @@ def test_a_drafter_rotates_whole_heads(tmp_path: Path) -> None:
 def test_what_no_tensor_reveals_is_that_of_the_target(head: str, tmp_path: Path) -> None:
     """A target whose rotation was changed since (YaRN switched on) would draft with another than was trained, and nothing would say so."""
     target = tiny_target()
-    settings = {"taps": [2, 6]} if head == "dflash" else {}  # ours alone
+    settings: dict[str, Any] = {"dflash": {"taps": [2, 6]}, "mtp": {"modules": 2}}.get(head, {})  # ours alone
     drafter = make(head, target, **settings)
     assert drafter.format == "native"
     hub.save(drafter, tmp_path / "s", target.card, torch.float32)

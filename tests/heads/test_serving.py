@@ -59,7 +59,12 @@ FOUND: list[tuple[str, dict[str, Any], tuple[Any, ...] | None, dict[str, Any], s
     ("draft_lm", {}, ("draft_model", 6), {}, {"vLLM", "SGLang", "transformers"}),
     ("pard", dict(depth=8), ("draft_model", 6), dict(parallel_drafting=True), {"vLLM", "TensorRT-LLM"}),
     ("pard", dict(depth=4), ("draft_model", 4), dict(parallel_drafting=True), {"vLLM", "TensorRT-LLM"}),
-    *((head, {}, None, {}, set()) for head in ("mtp", "hydra", "redrafter", "exit_head")),
+    ("mtp", {}, ("eagle", 6), {}, {"vLLM"}),
+    ("mtp", dict(heads=2, kv_heads=2, intermediate_size=80), ("eagle", 6), {}, {"vLLM"}),
+    ("mtp", dict(modules=2), None, {}, set()),
+    ("mtp", VOCAB, None, {}, set()),
+    ("mtp", dict(heads=4), None, {}, set()),
+    *((head, {}, None, {}, set()) for head in ("hydra", "redrafter", "exit_head")),
 ]
 BLOCKS = ("dflash", "jetspec", "dflash2", "domino")
 DIR = "runs/it's here/speculator"  # a path that has to be quoted
@@ -120,6 +125,9 @@ def test_what_engines_are_asked(head: str, changes: Any, method: Any, more: Any,
         ("mixtral", "eagle1", {"vLLM"}),
         ("starcoder2", "eagle1", {"vLLM"}),
         ("exaone4", "eagle1", {"vLLM", "SGLang"}),
+        ("gemma2", "eagle1", set()),  # vLLM finds no output head to share
+        ("cohere2", "mtp", set()),
+        ("mixtral", "mtp", {"vLLM"}),
         ("mixtral", "medusa", {"vLLM"}),
         ("mixtral", "draft_lm", {"vLLM", "SGLang", "transformers"}),
     ],
