@@ -86,11 +86,11 @@ def block_of(config: Mapping[str, Any], folder: Path, here: Mapping[str, Any]) -
 def as_saved(drafter: Drafter, config: Mapping[str, Any]) -> Iterator[None]:
     """Inside, the drafter has the format in which its folder was saved. Where that is not today's, its ``unserved`` says so afterwards."""
     form, ours = drafter.format, config.get(OURS, {})
-    if ours.get("head") in LATER and ours.get("format") == "native":
+    if ours.get("head") in LATER and ours.get("format", "native") == "native":
         drafter.format = "native"
     yield
     if drafter.format != form:
-        drafter.format, drafter.unserved = form, "an earlier version saved this folder, in a form that none loads; load and save it again"
+        drafter.format, drafter.unserved = form, "an earlier version saved it, in a form that none reads; load and save it again"
 
 
 def check(drafter: Drafter, fmt: Any, config: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path) -> None:

@@ -138,7 +138,7 @@ def test_a_folder_of_an_earlier_version_loads_and_becomes_one_for_vllm(tmp_path:
     hub.save(drafter, tmp_path / "old", target.card, torch.float32)
     loaded = hub.load(tmp_path / "old", target.shape)
     assert all(torch.equal(v, drafter.state_dict()[k]) for k, v in loaded.state_dict().items())
-    assert serving(loaded, "TARGET", "DIR", 4).unserved.startswith("an earlier version saved this folder, in a form that none loads")
+    assert serving(loaded, "TARGET", "DIR", 4).unserved.startswith("an earlier version saved it, in a form that none reads")
     hub.save(loaded, tmp_path / "new", target.card, torch.float32)
     again = hub.load(tmp_path / "new", target.shape)
     assert serving(again, "TARGET", "DIR", 4).unserved == ""
