@@ -71,10 +71,10 @@ class Memory:
         """Decoding: the rule for E nodes that are read next. They see all roots in memory. Of the X nodes of this round, whose last E are
         these nodes themselves, they see those that ``own_BEX`` marks. ``chain``: it marks all of them.
         """
-        if chain:
-            return MaskSees()
         B, E, X = own_BEX.shape  # below, max(.., 0) is for a drafter without attention, whose memory has no rows
-        return MaskSees(torch.cat([own_BEX.new_ones(B, E, max(self.rows() + E - X, 0)), own_BEX], dim=2))
+        if chain:
+            return MaskSees(among=slice(-X, None))
+        return MaskSees(torch.cat([own_BEX.new_ones(B, E, max(self.rows() + E - X, 0)), own_BEX], dim=2), slice(-X, None))
 
 
 class Passing(Memory):

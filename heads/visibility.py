@@ -1,5 +1,5 @@
 """Who sees whom: the one visibility rule, and the attention that follows it. The rule becomes a mask or a closed form only here and, for
-transformers' layers with windows or chunks, in heads/kinds.py.
+layers with windows or chunks, in heads/windows.py and heads/kinds.py.
 
 A node sees the roots up to its own root, and its own ancestors, nothing else. The rule has one class for each situation:
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -58,6 +58,10 @@ class Sees(ABC):
     def dense(self, rows: int, memory: int, device: torch.device | str) -> Tensor | None:
         """The rule as a boolean mask [B or 1, 1, rows, memory]; None where everything is visible."""
 
+    def nodes(self, rows: int) -> slice:
+        """Which rows of memory are nodes; the others are roots. ``rows``: those of this call."""
+        return slice(0)
+
     def seen_by(self, ask_BA: Tensor, memory: int) -> Tensor | None:
         """The rows ``ask_BA`` of the boolean mask, [B, A, memory]; None where everything is visible. Raises TypeError for rules whose rows
         are not roots.
@@ -92,9 +96,15 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 @dataclass
 class MaskSees(Sees):
-    """Decoding: the rule as a dense mask. ``mask_BNM[b, i, j]`` (B may be 1): row i of this call sees row j of memory. None: all."""
+    """Decoding: the rule as a dense mask. ``mask_BNM[b, i, j]`` (B may be 1): row i of this call sees row j of memory. None: all.
+    ``among``: the rows of memory that are nodes; None: none is.
+    """
 
     mask_BNM: Tensor | None = None
+    among: slice | None = None
+
+    def nodes(self, rows: int) -> slice:
+        return self.among or slice(0)
 
     def dense(self, rows: int, memory: int, device: torch.device | str) -> Tensor | None:
         return None if self.mask_BNM is None else self.mask_BNM[:, None]
@@ -156,11 +166,15 @@ class LaterSees(Sees):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         if not _many(q, k, v):
             return super()._attend(q, k, v, scale)
+        return self.by_sequence(q, k, v, lambda q, k, v: flash_behind(q, k, v, scale))
+
+    def by_sequence(self, q: Tensor, k: Tensor, v: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        """The attention [B, h, N, d] that ``attend`` computes for one sequence after the other, without their unused rows of memory."""
         out = torch.zeros_like(q)
         for b, kept in enumerate(self.kept):
             rows = min(self.rows, k.shape[2] - kept)  # rows beyond memory are padding
             own = slice(b, b + 1), slice(None)
-            out[b, :, :rows] = flash_behind(q[*own, :rows], k[*own, : kept + rows], v[*own, : kept + rows], scale)[0]
+            out[b, :, :rows] = attend(q[*own, :rows], k[*own, : kept + rows], v[*own, : kept + rows])[0]
         return out
 
     def dense(self, rows: int, memory: int, device: torch.device | str) -> Tensor:
@@ -202,11 +216,18 @@ class ChainSees(Sees):
 
     def attend(self, q: Tensor, segments: Sequence[tuple[Tensor, Tensor]], scale: float | None = None) -> Tensor:
         """As ``Sees.attend``. Raises RuntimeError unless memory holds one segment per depth."""
-        if len(segments) != self.depth:
-            raise RuntimeError(f"depth {self.depth} needs {self.depth} segments in memory, found {len(segments)}")
+        self.check(segments)
         if not self.closed_form or not has_flash(q, *segments[0]):
             return super().attend(q, segments, scale)
         return ChainAttention.apply(q, self.cuts, scale, *(x for pair in segments for x in pair))
+
+    def check(self, segments: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Raises RuntimeError unless memory holds one segment per depth."""
+        if len(segments) != self.depth:
+            raise RuntimeError(f"depth {self.depth} needs {self.depth} segments in memory, found {len(segments)}")
+
+    def nodes(self, rows: int) -> slice:
+        return slice(rows, None)
 
     def dense(self, rows: int, memory: int, device: torch.device | str) -> Tensor:
         roots = torch.ones(rows, rows, dtype=torch.bool, device=device).tril()[None]

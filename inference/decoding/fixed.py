@@ -146,7 +146,7 @@ class FixedMemory(Memory):
         self.node_slot = self.scratch - self.nodes + X - E
         kept_BES = (self.slot_S[: self.padded_length] < self.kept_B[: self.sequences, None])[:, None].expand(-1, E, -1)
         unread_BES = self.blank_11S[..., : self.nodes - X].expand(B, E, -1)
-        return MaskSees(torch.cat([own_BEX, unread_BES, kept_BES], dim=2))
+        return MaskSees(torch.cat([own_BEX, unread_BES, kept_BES], dim=2), slice(self.nodes))
 
     def keep(self, rows_BA: Tensor, count_B: Tensor) -> None:
         """Move rows ``rows_BA`` of the last pass to the end of the kept rows. Only the first ``count_B`` [B] of them count as kept; the

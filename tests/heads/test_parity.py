@@ -39,16 +39,17 @@ def grow(drafter: Drafter, draft: Draft, root: int, true: list[int], memory: Mem
     row is never found by luck.
     """
     before, found = memory.rows(), []
-    true_columns: list[int] = []  # rows of the true path in memory, counted from ``before``
+    true_columns: list[int] = []  # rows of the true path in memory, behind those of the roots
     for depth, token in enumerate(true, start=2):
         parent = draft.at(torch.tensor([[0, 0] if depth == 2 else [1, 1]]))
         width = 2 * (depth - 1)
-        mask = torch.zeros(2, before + width, dtype=torch.bool)
-        mask[:, :before] = True
-        mask[:, [before + c for c in true_columns]] = True
-        mask[0, -2] = mask[1, -1] = True
+        own = torch.zeros(2, width, dtype=torch.bool)
+        own[:, true_columns] = True
+        own[0, -2] = own[1, -1] = True
+        mask = torch.cat([torch.ones(2, before, dtype=torch.bool), own], dim=1)
+        sees = MaskSees(mask[None], among=slice(before, None))
         positions = torch.full((1, 2), root + depth - 1)
-        draft = drafter.step(depth, torch.tensor([[(token + 17) % 96, token]]), parent, positions, memory, MaskSees(mask[None]))
+        draft = drafter.step(depth, torch.tensor([[(token + 17) % 96, token]]), parent, positions, memory, sees)
         true_columns.append(width - 1)
         found.append(logits(drafter, depth, draft)[0, 1])
     return found

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.heads.kinds import WindowSees, kinds_of, rules
+from headstart.heads.kinds import kinds_of, rules
 from headstart.heads.visibility import ChainSees
+from headstart.heads.windows import WindowSees
 from tests.drafters import random_tokens
 from tests.heads.test_driven import each_document
 from tests.tiny_targets import tiny_target
@@ -72,7 +73,7 @@ def test_strips_are_the_mask_written_out(window: int, documents: bool) -> None:
     seen_BNM = seen[None] if documents_BN is None else seen & (documents_BN[:, :, None] == documents_BN[:, None])
     scores = (q @ k.repeat_interleave(2, 1).mT) * 0.3
     expected = scores.masked_fill(~seen_BNM[:, None], -torch.inf).softmax(-1) @ v.repeat_interleave(2, 1)
-    rule = WindowSees(documents_BN, window)
+    rule = WindowSees(ChainSees(documents_BN), window)
     found = rule.attend(q, [(k, v)], 0.3)
     torch.testing.assert_close(found, expected)
     assert rule.dense(N, N, "cpu").expand(2, 1, N, N)[:, 0].equal(seen_BNM.expand(2, N, N))
