@@ -19,7 +19,7 @@ Shape suffixes: B batch, T roots, A asked roots, S slots, N nodes, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -70,11 +70,11 @@ def check_mask_token(mask_token: int, shape: TargetShape) -> None:
         raise UserError(f"head.mask_token must be a token of the target (0..{shape.vocab_size - 1}), found {mask_token!r}")
 
 
-def mask_of(drafter: Any) -> Tensor:
-    """The mask's embedding [D], which stands for a token that is not known yet."""
+def mask_of(drafter: Any, embed: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """The mask's embedding [D], which stands for a token that is not known yet. ``embed``: tokens to vectors; None: the target's."""
     if drafter.mask_embedding is not None:
         return drafter.mask_embedding
-    return drafter.ends.embed(torch.full((1,), drafter.mask_token, device=drafter.norm.weight.device))[0]
+    return (embed or drafter.ends.embed)(torch.full((1,), drafter.mask_token, device=drafter.norm.weight.device))[0]
 
 
 class Dflash(Drafter):

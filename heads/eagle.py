@@ -4,7 +4,12 @@ Root t reads the token x[t+1] and three tapped states of the target, which ``fc`
 reads token and feature side by side, guesses x[t+2]. Deeper guesses read the drafted token and the drafter's own feature in place of the
 target's. EAGLE-3.1 adds an RMSNorm on each tapped state (``fc_norm``), and feeds back the feature after the final norm (``norm_output``).
 The speculators library has two more switches, which its training turns on: one RMSNorm over all tapped states side by side
-(``norm_before_fc``), and the normed feature in the residual (``norm_before_residual``).
+(``norm_before_fc``), and the normed feature in the residual (``norm_before_residual``). Its layers may also be Qwen3's, with norms of each
+head's queries and keys (``qk_norm``), and have a sliding window by default.
+
+With ``window``, a row sees only the nearest roots. Engines count the window from the row: depth d of root t, at position t+d-1, sees the
+roots at positions above t+d-1-window. The speculators library trains this drafter with a window that is counted from the root
+(``window_slides=false``): every depth sees the roots above t-window. Ancestors are always seen.
 
 Shape suffixes: B batch, T roots, N nodes, V draft vocabulary.
 """
@@ -23,6 +28,7 @@ from headstart.heads.layers import MLP, Attention, DecoderLayer, RMSNorm, Rope
 from headstart.heads.memory import Memory
 from headstart.heads.visibility import Sees
 from headstart.heads.vocab import OutputHead
+from headstart.heads.windows import WindowSees
 
 
 def default_taps(layers: int) -> list[int]:
@@ -32,19 +38,21 @@ def default_taps(layers: int) -> list[int]:
 
 class Layer(nn.Module):
     """EAGLE-3's first layer. Queries, keys and values read [norm(token); norm(feature)]. The residual is the feature; with
-    ``norm_before_residual`` it is the normed feature.
+    ``norm_before_residual`` it is the normed feature. ``head_norm``: as in ``heads.layers.DecoderLayer``.
     """
 
     frozen: Any = None  # its faster form: see ``heads.layers.freeze``
 
-    def __init__(self, shape: TargetShape, heads: int, kv_heads: int, intermediate_size: int, norm_before_residual: bool = False) -> None:
+    def __init__(
+        self, shape: TargetShape, heads: int, kv_heads: int, intermediate_size: int, norm_before_residual: bool, head_norm: bool
+    ) -> None:
         super().__init__()
         D, eps = shape.hidden_size, shape.norm_eps
         self.norm_before_residual = norm_before_residual
         self.reads = ("input_layernorm", None if norm_before_residual else "hidden_norm")
         self.input_layernorm = RMSNorm(D, eps)
         self.hidden_norm = RMSNorm(D, eps)
-        self.self_attn = Attention(2 * D, D, heads, kv_heads, shape.head_dim)
+        self.self_attn = Attention(2 * D, D, heads, kv_heads, shape.head_dim, eps if head_norm else None)
         self.post_attention_layernorm = RMSNorm(D, eps)
         self.mlp = MLP(D, intermediate_size)
 
@@ -61,7 +69,8 @@ class Layer(nn.Module):
 
 class Eagle(Drafter):
     """``taps``: layers of the target, by default (2, N//2, N-3); ``draft_vocab`` (target ids) trims the output head. The norms are
-    described in the module's docstring. Raises UserError for settings that contradict each other or the target.
+    described in the module's docstring, and so is the window (in positions; None: none). Raises UserError for settings that contradict
+    each other or the target.
     """
 
     format = "eagle3"
@@ -80,6 +89,9 @@ class Eagle(Drafter):
         norm_output: bool = True,
         norm_before_fc: bool = False,
         norm_before_residual: bool = False,
+        qk_norm: bool = False,
+        window: int | None = None,
+        window_slides: bool = True,
     ) -> None:
         super().__init__(shape)
         N, D = shape.layers, shape.hidden_size
@@ -89,12 +101,12 @@ class Eagle(Drafter):
         if self.taps[-1] == N:
             self.format = "native"  # engines count layer N before the final norm, we count it after
         heads, kv_heads, width = layer_sizes(shape, heads, kv_heads, intermediate_size)
-        self.norm_output = norm_output
+        self.norm_output, self.qk_norm, self.window, self.window_slides = norm_output, qk_norm, window, window_slides
         self.fc_norm = nn.ModuleList(RMSNorm(D, shape.norm_eps) for _ in self.taps) if fc_norm else None
         self.input_norm = RMSNorm(len(self.taps) * D, shape.norm_eps) if norm_before_fc else None
         self.fc = nn.Linear(len(self.taps) * D, D, bias=False)
-        self.midlayer = Layer(shape, heads, kv_heads, width, norm_before_residual)
-        self.layers = nn.ModuleList(DecoderLayer(shape, heads, kv_heads, width) for _ in range(layers - 1))
+        self.midlayer = Layer(shape, heads, kv_heads, width, norm_before_residual, qk_norm)
+        self.layers = nn.ModuleList(DecoderLayer(shape, heads, kv_heads, width, head_norm=qk_norm) for _ in range(layers - 1))
         self.norm = RMSNorm(D, shape.norm_eps)
         self.lm_head = OutputHead(D, shape.vocab_size, draft_vocab)
         self.rope = Rope(shape.rope, shape.head_dim, shape.max_positions)
@@ -102,11 +114,15 @@ class Eagle(Drafter):
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
         """Fuse the tapped states to a feature and read it beside the chosen token."""
         feature = self._feature([roots.states[tap] for tap in self.taps])
-        return self._read(roots.chosen_BT, feature, roots.positions_BT, memory, sees).at(ask)
+        return self._read(roots.chosen_BT, feature, roots.positions_BT, memory, self._near(sees, 1)).at(ask)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
         """Read the drafted token beside the drafter's own feature of the parent."""
-        return self._read(tokens_BN, parent.state, positions_BN, memory, sees)
+        return self._read(tokens_BN, parent.state, positions_BN, memory, self._near(sees, depth))
+
+    def _near(self, sees: Sees, depth: int) -> Sees:
+        """The rule with the window."""
+        return sees if self.window is None else WindowSees(sees, self.window - (depth - 1) * self.window_slides)
 
     def _feature(self, states: Sequence[Tensor]) -> Tensor:
         if self.fc_norm is not None:
@@ -114,8 +130,11 @@ class Eagle(Drafter):
         side_by_side = torch.cat(list(states), dim=-1)
         return self.fc(side_by_side if self.input_norm is None else self.input_norm(side_by_side))
 
+    def _embed(self, tokens: Tensor) -> Tensor:
+        return self.ends.embed(tokens)
+
     def _read(self, tokens_BN: Tensor, feature: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
-        return self._through(self.ends.embed(tokens_BN).to(feature.dtype), feature, positions_BN, memory, sees)
+        return self._through(self._embed(tokens_BN).to(feature.dtype), feature, positions_BN, memory, sees)
 
     def _through(self, token: Tensor, feature: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
         """``token`` and ``feature``, [B, N, D] each, through all layers: the draft and the state for the next depth."""

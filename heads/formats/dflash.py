@@ -7,9 +7,7 @@ that one is missing in a DFlash folder, so such a folder is refused here.
 
 ``target_layer_ids`` count the outputs of layers from 0: one less than our taps. ``is_causal`` is at the top level, where both engines
 read it, and holds for all layers. It is always written, because its default differs between the engines. null means that layers with a
-sliding window are causal and the others are not: engines then go by ``layer_types``. Engines count a window from each slot. In a drafter
-that was trained to count it from the anchor, as speculators does (``FROM_ANCHOR``, a key of ours), slots then miss some of the farthest
-positions, at most as many as a block has slots.
+sliding window are causal and the others are not: engines then go by ``layer_types`` (heads/formats/windows.py).
 """
 
 from __future__ import annotations
@@ -19,11 +17,11 @@ from typing import Any
 from torch import Tensor
 
 from headstart.heads.base import TargetShape
-from headstart.heads.errors import UserError
 from headstart.heads.formats import keys, llama
-from headstart.heads.formats.keys import agree, architecture, flag, need, part, shown
+from headstart.heads.formats.keys import agree, architecture, flag, need, part
 from headstart.heads.formats.llama import llama_arguments, llama_config
 from headstart.heads.formats.llama import read as read
+from headstart.heads.formats.windows import window_keys, windows, without_windows
 from headstart.heads.serving import Command, sglang, tensorrt_llm, vllm
 from headstart.heads.vocab import ids_of, maps_of
 
@@ -84,8 +82,6 @@ DSPARK_ONLY: dict[str, tuple[Any, ...]] = {
     "enable_confidence_head": (True, None),
     "confidence_head_with_markov": (True, None),
 }
-SLIDING, FULL, FROM_ANCHOR = "sliding_attention", "full_attention", "sliding_window_from_anchor"
-WINDOW_KEYS = ("layer_types", "sliding_window", "use_sliding_window")
 TRIMMABLE = ("dflash", "jetspec", "dspark")  # may have a trimmed vocabulary
 ARCHITECTURE = {"dspark": DSPARK, "dflash2": DFLASH2, "xpress": XPRESS, "dflare": DFLARE, "lilicorr": LILICORR}  # all others: DFLASH
 CONV = {"conv_taps": "conv_kernel_size", "conv_group": "conv_group_size"}
@@ -142,14 +138,11 @@ def config(drafter: Any) -> dict[str, Any]:
     keys = llama_config(drafter.shape, drafter.layers[0], layers) | {
         "architectures": [ARCHITECTURE.get(head, DFLASH)],
         "model_type": "qwen3",
-        "layer_types": [SLIDING if i in drafter.windowed else FULL for i in range(layers)],
-        "use_sliding_window": bool(drafter.windowed),
         "is_causal": None if drafter.windowed and drafter.window_causal and not drafter.causal else drafter.causal,
         "block_size": drafter.block,
         "num_target_layers": drafter.shape.layers,
     }
-    if drafter.windowed:
-        keys |= {"sliding_window": drafter.window, FROM_ANCHOR: not drafter.window_slides}
+    keys |= window_keys(drafter.windowed, layers, drafter.window, drafter.window_slides)
     if drafter.draft_ids is not None:
         keys["draft_vocab_size"] = len(drafter.draft_ids)
     block = {"mask_token_id": drafter.mask_token, "target_layer_ids": [k - 1 for k in drafter.taps]}
@@ -194,11 +187,9 @@ def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetS
     need(said, ONLY.get(head, {"sample_from_anchor": (False, None)}))
     if head != "jetspec":
         need(said, dict.fromkeys(("is_causal", "causal"), (False, None)))
-    windows = _windows(said)
-    if head == "jetspec":
-        windows.pop("window_causal", None)
-    plain = {key: value for key, value in said.items() if not windows or key not in WINDOW_KEYS}
-    found = llama_arguments(plain, shape, "qwen3", LAYERS) | windows
+    found = llama_arguments(without_windows(said), shape, "qwen3", LAYERS) | windows(said)
+    if "window" in found and head != "jetspec":  # is_causal=null: layers with a window are causal
+        found["window_causal"] = all(said.get(key) is None for key in ("is_causal", "causal"))
     found |= {
         "layers": said["num_hidden_layers"],
         "block": said.get("block_size", 16),
@@ -233,20 +224,6 @@ def _said(config: dict[str, Any]) -> dict[str, Any]:
     for key in sorted(nested.keys() & config.keys()):
         agree(key, config[key], f"dflash_config.{key}", nested[key])
     return config | nested
-
-
-def _windows(said: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a sliding window; none where no layer has one. Raises UserError for keys that engines refuse or read in two ways."""
-    types, window = said.get("layer_types") or [], said.get("sliding_window")
-    if SLIDING not in types:
-        return {}
-    if len(types) != said["num_hidden_layers"] or {*types} - {SLIDING, FULL} or type(window) is not int or window < 1:
-        raise UserError(f"the folder has layer_types={shown(types)} and sliding_window={shown(window)}: layers with a "
-                        f"sliding window need its size, and each layer its type, {SLIDING} or {FULL}")  # fmt: skip
-    need({"use_sliding_window": None, **said}, {"use_sliding_window": (True,), "swa_window_size": (window, None)})
-    causal = all(said.get(key) is None for key in ("is_causal", "causal"))  # null: layers with a window are
-    where = [i for i, kind in enumerate(types) if kind == SLIDING]
-    return {"window": window, "window_layers": where, "window_causal": causal, "window_slides": not flag(said, FROM_ANCHOR)}
 
 
 def _causal(said: dict[str, Any]) -> bool:

@@ -18,9 +18,11 @@ from headstart.heads.errors import UserError
 from headstart.heads.formats.keys import alike, architecture, flag, layers, need, part, shown
 from headstart.heads.formats.llama import llama_arguments, llama_config
 from headstart.heads.formats.llama import read as read
+from headstart.heads.formats.windows import window_keys, windows, without_windows
 from headstart.heads.serving import Command, sglang_chain, tensorrt_llm, vllm
 from headstart.heads.vocab import ids_of, maps_of
 
+EAGLE3, QWEN3_EAGLE3 = "LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM"  # with Llama's layers; with Qwen3's, which only vLLM knows
 IDS = "eagle_aux_hidden_state_layer_ids"
 # Keys of eagle_config, which NVIDIA's folders have.
 NESTED: dict[str, tuple[Any, ...]] = {
@@ -73,13 +75,18 @@ def config(drafter: Any) -> dict[str, Any]:
     shape, taps = drafter.shape, list(drafter.taps)
     keys = llama_config(shape, drafter.midlayer, layers=1 + len(drafter.layers))
     keys |= {
-        "architectures": ["LlamaForCausalLMEagle3"],
+        "architectures": [QWEN3_EAGLE3 if drafter.qk_norm else EAGLE3],
         "draft_vocab_size": drafter.lm_head.out_features,
         "num_aux_hidden_states": len(taps),
         "fc_norm": drafter.fc_norm is not None,
         "norm_output": drafter.norm_output,
         "norm_before_residual": drafter.midlayer.norm_before_residual,
     }
+    if drafter.qk_norm:
+        keys["model_type"] = "qwen3"
+    if drafter.window is not None:
+        count = keys["num_hidden_layers"]
+        keys |= window_keys(range(count), count, drafter.window, drafter.window_slides)
     if drafter.input_norm is not None:
         keys["norm_before_fc"] = True
     if not _usual(drafter):
@@ -111,7 +118,10 @@ def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetS
     take it to mean that normed states are fed back. A folder does not state who trained it, so it is read as engines serve it. Raises
     UserError for keys that do not fit.
     """
-    arguments = llama_arguments(config, shape)
+    qk_norm, window = architecture(config) == QWEN3_EAGLE3, windows(config)
+    if len(window.pop("window_layers", [])) not in (0, config.get("num_hidden_layers", 1)):
+        raise UserError("the folder has a sliding window in some of its layers, this drafter needs it in all of them or in none")
+    arguments = llama_arguments(without_windows(config), shape, "qwen3" if qk_norm else "llama") | window | {"qk_norm": qk_norm}
     draft_vocab = _vocabulary(config, tensors, shape)
     taps = _taps(config, shape)
     nested = part(config, "eagle_config")
@@ -155,9 +165,10 @@ def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Comman
     """The engines that support the drafter's switches and its number of layers, which came later than the format itself."""
     later, deep = drafter.fc_norm is not None or drafter.norm_output, bool(len(drafter.layers))
     joint = drafter.input_norm is not None
-    since = "0.26" if later else "0.20.2" if joint else "0.15.1" if deep else "0.8.5"
+    own_layers = drafter.qk_norm or drafter.window is not None
+    since = "0.32" if own_layers else "0.26" if later else "0.20.2" if joint else "0.15.1" if deep else "0.8.5"
     found = [vllm(target, folder, "eagle3", guesses, f"{since} or newer")]
-    if drafter.midlayer.norm_before_residual:  # other engines ignore it silently
+    if drafter.midlayer.norm_before_residual or own_layers:  # other engines ignore them silently
         return found
     if drafter.taps[0] == 0 or len(drafter.taps) == 1:  # SGLang has no number for the embedding, and omits fc where only one state is read
         return found

@@ -7,10 +7,12 @@ from __future__ import annotations
 from typing import Any
 
 from headstart.heads.errors import UserError, warn_once
-from headstart.heads.formats.dflash import DFLASH, DFLASH2, DSPARK, FROM_ANCHOR, FULL, SLIDING, XPRESS
+from headstart.heads.formats.dflash import DFLASH, DFLASH2, DSPARK, XPRESS
+from headstart.heads.formats.eagle3 import EAGLE3, QWEN3_EAGLE3
 from headstart.heads.formats.keys import flag, layers, need, shown
+from headstart.heads.formats.windows import FROM_ANCHOR, FULL, SLIDING
 
-NON_CAUSAL, EAGLE3 = "sliding_window_non_causal", "LlamaForCausalLMEagle3"
+NON_CAUSAL = "sliding_window_non_causal"
 ARCHITECTURES = {  # by speculators_model_type
     "eagle3": EAGLE3,
     "peagle": EAGLE3,
@@ -35,7 +37,9 @@ def flat(config: dict[str, Any]) -> dict[str, Any]:
     said = {key: value for key, value in config.items() if key not in LIBRARY and value is not None}
     said |= {"architectures": [ARCHITECTURES[kind]]}
     if ARCHITECTURES[kind] == EAGLE3:
-        return {"norm_before_residual": kind == "eagle3", **layer, **said}
+        if layer.get("model_type") == "qwen3":
+            said["architectures"] = [QWEN3_EAGLE3]
+        return {"norm_before_residual": kind == "eagle3", FROM_ANCHOR: kind == "eagle3", **layer, **said}
     taps = layers(said.pop("aux_hidden_state_layer_ids", None), "aux_hidden_state_layer_ids")
     if 0 in taps:
         raise UserError(f"the folder has aux_hidden_state_layer_ids={shown(taps)}: block drafters read outputs of layers, from 1 on")

@@ -50,6 +50,10 @@ class Reference:
     def layer(self, i: int, into: Tensor, residual: Tensor, positions: Tensor, sees: Tensor) -> Tensor:
         name, T = f"layers.{i}.", len(into)
         q, k, v = (self.linear(into, f"{name}self_attn.{x}_proj").view(T, -1, self.d) for x in "qkv")
+        if f"{name}self_attn.q_norm.weight" in self.w:
+            q, k = self.norm(q, f"{name}self_attn.q_norm"), self.norm(k, f"{name}self_attn.k_norm")
+        if "layer_types" in self.config and self.config["layer_types"][i] == "sliding_attention":
+            sees = sees & (positions[:, None] - positions < self.config["sliding_window"])
         q, k = self.rotate(q, positions), self.rotate(k, positions)
         k, v = (x.repeat_interleave(self.h // self.g, 1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) / self.d**0.5

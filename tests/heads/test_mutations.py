@@ -21,8 +21,9 @@ from tests.tiny_targets import tiny_target
 
 TARGET = functools.cache(tiny_target)
 SMALL: dict[str, dict[str, Any]] = {  # one of every format of engines, and two of our own
-    "eagle": dict(draft_vocab=[0, 2, 3, 5, 8, 13, 21, 34, 55, 89, 90, 95], heads=4, kv_heads=2),
+    "eagle": dict(draft_vocab=[0, 2, 3, 5, 8, 13, 21, 34, 55, 89, 90, 95], heads=4, kv_heads=2, window=8),
     **SERVED,
+    "peagle": SERVED["peagle"] | dict(window=8, qk_norm=True, own_embedding=True),
     "dspark": SERVED["dspark"] | dict(layers=2, window=8, window_layers=[0]),
     "jetspec": dict(layers=2, block=4, window=8, window_layers=[1], draft_vocab=[1, 5, 6, 50, 95], mask_token=95),
     "draft_lm": {},
