@@ -272,7 +272,7 @@ def _match(drafter: Drafter, tensors: dict[str, Tensor], folder: Path, whole: bo
     if (parted := _in_file(fmt, drafter, likes)).keys() & (given.keys() - likes.keys()):
         likes = parted
     wanted = likes.keys() | (extras.keys() if whole else set())
-    optional = set(extras) | {"embed_tokens.weight"}  # files may hold a copy of the target's embedding
+    optional = set(extras) | (set() if whole else {"embed_tokens.weight"})  # others' files may hold a copy of the target's embedding
     missing, unknown = wanted - given.keys(), given.keys() - wanted - optional
     if missing or unknown:
         what = f"{sorted(missing)[0]} is missing" if missing else f"{sorted(unknown)[0]} is not a tensor of this drafter"

@@ -8,6 +8,7 @@ under both names that engines use.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -15,10 +16,10 @@ from torch import Tensor
 from headstart.heads.base import TargetShape
 from headstart.heads.eagle import default_taps
 from headstart.heads.errors import UserError
+from headstart.heads.formats import llama
 from headstart.heads.formats.keys import alike, architecture, flag, layers, need, part, shown
 from headstart.heads.formats.llama import llama_arguments, llama_config
-from headstart.heads.formats.llama import read as read
-from headstart.heads.formats.windows import window_keys, windows, without_windows
+from headstart.heads.formats.windows import FROM_ANCHOR, KEYS, window_keys, windows, without_windows
 from headstart.heads.serving import Command, sglang_chain, tensorrt_llm, vllm
 from headstart.heads.vocab import ids_of, maps_of
 
@@ -94,6 +95,11 @@ def config(drafter: Any) -> dict[str, Any]:
     if not _usual(drafter) and taps[0] > 0:  # SGLang and TensorRT-LLM have no number for the embedding
         keys["eagle_config"] = {"use_aux_hidden_state": True, IDS: [k - 1 for k in taps]}
     return keys
+
+
+def read(config: Mapping[str, Any]) -> dict[str, Any]:
+    """As ``heads.formats.llama.read``. The keys of a window are absent where there is none, which must agree as well."""
+    return dict.fromkeys((*KEYS, FROM_ANCHOR)) | llama.read(config)
 
 
 def _usual(drafter: Any) -> bool:
