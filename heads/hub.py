@@ -42,8 +42,7 @@ def drafter_class(name: str) -> type[Drafter]:
     """The one Drafter class that heads/NAME.py defines. Raises UserError for a name without one."""
     names = (path.stem for path in sorted(Path(__file__).parent.glob("[a-z]*.py")) if path.stem != "base")
     modules = {stem: importlib.import_module(f"{__package__}.{stem}") for stem in names}
-    own = {stem: [c for c in vars(m).values() if _is_own(c, m.__name__)] for stem, m in modules.items()}
-    known = {stem: classes[0] for stem, classes in own.items() if classes}
+    known = {stem: c for stem, m in modules.items() for c in vars(m).values() if _is_own(c, m.__name__)}
     if name not in known:
         raise UserError(f"no drafter is called {name!r}: there are {', '.join(known)}")
     return known[name]
