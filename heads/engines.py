@@ -3,9 +3,10 @@
 Drafters read inner layers of the target (SGLang's EAGLE and EAGLE3 also its embedding and head). The engine's class for the target must
 offer an interface for that. The kinds of targets (``model_type``) come from the sources of vLLM 0.33.0 (``SupportsEagle3``; granitemoe and
 its kin: 0.32.0) and SGLang 0.5.23 (``set_eagle3_layers_to_capture``, ``set_dflash_layers_to_capture``, ``get_embed_and_head``), and from
-TensorRT-LLM's feature matrix of 2026. For vLLM, the kinds without the interface are listed: it runs every kind that it has no class for
-through transformers, where the interface exists. vLLM also shares the embedding's module, which must be called ``embed_tokens``, and for
-EAGLE-1 and MTP the output head's, ``lm_head`` (0.32.0: Cohere, Gemma 2 and Gemma 3n have none).
+TensorRT-LLM's feature matrix of 2026. With llama.cpp (b11434), those that were run are listed. For vLLM, the kinds without the interface
+are listed: it runs every kind that it has no class for through transformers, where the interface exists. vLLM also shares the embedding's
+module, which must be called ``embed_tokens``, and for EAGLE-1 and MTP the output head's, ``lm_head`` (0.32.0: Cohere, Gemma 2 and Gemma 3n
+have none).
 
 Kinds are also left out where the drafter would read something else than in training. SGLang's Gemma 3 hands out the output of a layer's
 MLP instead of the residual stream. The embedding modules of some kinds multiply by a scale: where an engine shares such a module instead
@@ -37,6 +38,8 @@ _EAGLE3 = _SGLANG | _kinds("""
 """)
 _EAGLE = _EAGLE3 | _kinds("deepseek_v4 ernie4_5_moe exaone4 falcon_h1 gemma3_text glm4 hy_v3 hy_v4 laguna mimo_v2_flash nemotron_h opt")
 _BLOCKS = _SGLANG | _kinds("deepseek_v4 kimi_linear laguna lfm2 lfm2_moe mimo_v2_flash nemotron_h")
+_LLAMA_CPP_BLOCKS = _kinds("llama mistral qwen3")
+_LLAMA_CPP = _LLAMA_CPP_BLOCKS | {"qwen3_moe"}
 _TENSORRT = _kinds("gpt_oss llama llama4_text mistral qwen3 qwen3_moe")
 
 # By engine and kind of drafting: vLLM's method, SGLang's algorithm, "" for TensorRT-LLM.
@@ -47,6 +50,10 @@ WITH = {
     ("SGLang", "DFLASH"): _BLOCKS,
     ("SGLang", "DSPARK"): _BLOCKS,
     ("TensorRT-LLM", ""): _TENSORRT,
+    ("llama.cpp", "draft-eagle3"): _LLAMA_CPP,
+    ("llama.cpp", "draft-simple"): _LLAMA_CPP,
+    ("llama.cpp", "draft-dflash"): _LLAMA_CPP_BLOCKS,
+    ("llama.cpp", "draft-dspark"): _LLAMA_CPP_BLOCKS,
 }
 
 

@@ -26,6 +26,9 @@ OURS = "Headstart"
 GUESSED, KEPT = re.compile("eagle-|eagle3|dflash|dspark"), ("eagle", "eagle3", "dflash", "dspark")
 # DeepSeek's yarn with an mscale: earlier releases ignore it in drafters, so that queries and keys become 1.37 times as large.
 MSCALE = {"vLLM": "0.32 or newer", "SGLang": "0.5.23 or newer"}
+LLAMA_CPP = "b11434 or newer"  # the build that benchmarks/in_llama_cpp.py ran
+NOT_IN_LLAMA_CPP = {"beta_fast", "beta_slow", "truncate", "mscale"}  # keys of yarn: it computed other betas; the rest was not run
+OUTTYPE = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}  # its converter's names
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Command:
     needs: str = ""  # releases that load the folder, and other requirements
     language: str = "bash"
     speculative: dict[str, Any] | None = None  # vLLM's --speculative-config
+    lacks: str = ""  # settings of training without which this command does not serve the folder; "" where it does
 
 
 class Serving(NamedTuple):
@@ -44,6 +48,7 @@ class Serving(NamedTuple):
 
     commands: list[Command]  # our own are last
     unserved: str  # the reason; "" where some engine loads it
+    otherwise: str = ""  # with which settings of training one more engine would load it; "" where there is none
 
 
 def serving(drafter: Drafter, target: str, folder: str, depth: int, attention: str = "sdpa", dtype: str = "auto") -> Serving:
@@ -60,21 +65,26 @@ def serving(drafter: Drafter, target: str, folder: str, depth: int, attention: s
         return Serving(ours, fmt.unserved(drafter))
     kind, rope = drafter.shape.model_type, drafter.shape.rope if hasattr(drafter, "rope") else {}
     found = [command for command in known if serves(command.engine, _asked(command), kind)]
-    if not found:
+    if all(command.lacks for command in found):
         return Serving(ours, f"none hands the layers of a {kind} target to a drafter")
     if _scaled_otherwise(rope):
         return Serving(ours, "they ignore the attention_factor of the target's yarn, and would scale queries and keys differently")
+    if not NOT_IN_LLAMA_CPP.isdisjoint(rope):
+        found = [c for c in found if c.engine != "llama.cpp"]
     if "mscale" in rope:
         found = [replace(c, needs=f"{c.needs}; for this rope {MSCALE[c.engine]}") if c.engine in MSCALE else c for c in found]
     if not rope.get("truncate", True):  # gpt-oss's yarn; TensorRT-LLM rounds its bounds all the same
         found = [c for c in found if c.engine != "TensorRT-LLM"]
-    return Serving([_in_type(command, dtype) for command in found] + ours, "")
+    otherwise = " ".join(f"{c.engine} loads such a drafter if it was trained with {c.lacks}" for c in found if c.lacks)
+    return Serving([_in_type(command, dtype) for command in found if not command.lacks] + ours, "", otherwise)
 
 
 def _in_type(command: Command, dtype: str) -> Command:
     """The command with the type of the target's weights; unchanged if they are as stored, or if the engine is not known to take one."""
     if dtype != "auto" and command.engine in ("vLLM", "SGLang"):
         return replace(command, text=f"{command.text} --dtype {dtype}")
+    if dtype in OUTTYPE and command.engine == "llama.cpp":
+        return replace(command, text=command.text.replace(" --outfile ", f" --outtype {OUTTYPE[dtype]} --outfile "))
     if dtype != "auto" and command.engine == "transformers":
         return replace(command, text=re.sub(r"(?m)^(model = .*)\)$", rf'\1, dtype="{dtype}")', command.text))
     return command
@@ -89,8 +99,8 @@ def _scaled_otherwise(rope: Mapping[str, Any]) -> bool:
 
 
 def _asked(command: Command) -> str:
-    """The kind of drafting that a command requests: vLLM's method or SGLang's algorithm; "" for other engines."""
-    named = re.search(r"--speculative-algorithm (\S+)", command.text)
+    """The kind of drafting that a command requests: vLLM's method, SGLang's algorithm or llama.cpp's type; "" for other engines."""
+    named = re.search(r"--(?:speculative-algorithm|spec-type) (\S+)", command.text)
     return str(command.speculative["method"]) if command.speculative else named[1] if named else ""
 
 
@@ -135,6 +145,21 @@ def sglang(target: str, folder: str, algorithm: str, needs: str, **flags: int) -
 def sglang_chain(target: str, folder: str, algorithm: str, guesses: int, needs: str) -> Command:
     """The command for SGLang to draft chains of ``guesses`` tokens. Its number of draft tokens includes the last known token."""
     return sglang(target, folder, algorithm, needs, num_steps=guesses, eagle_topk=1, num_draft_tokens=guesses + 1)
+
+
+def llama_cpp(target: str, folder: str, kind: str, guesses: int, lacks: str = "") -> Command:
+    """The command for llama.cpp: it converts the target and the drafter, and serves both. A drafter that reads the target is converted with
+    the target's tokenizer and layers; an independent draft model (``kind`` draft-simple) has its own.
+    """
+    convert = ["python", "convert_hf_to_gguf.py"]
+    beside = [] if kind == "draft-simple" else ["--target-model-dir", target]
+    lines = [
+        [*convert, target, "--outfile", "target.gguf"],
+        [*convert, folder, *beside, "--outfile", "draft.gguf"],
+        ["llama-server", "-m", "target.gguf", "-md", "draft.gguf", "--spec-type", kind, "--spec-draft-n-max", str(guesses)],
+    ]
+    needs = f"{LLAMA_CPP}, in the folder of its source; both models as local folders; it drafts greedily at every temperature"
+    return Command("llama.cpp", " && ".join(map(shlex.join, lines)), needs, lacks=lacks)
 
 
 def tensorrt_llm(target: str, folder: str, guesses: int, needs: str, kind: str = "Eagle", **more: Any) -> Command:

@@ -20,7 +20,7 @@ from torch import Tensor
 from headstart.heads.bars import no_bars
 from headstart.heads.formats.keys import need
 from headstart.heads.formats.llama import rope_keys, rope_of
-from headstart.heads.serving import Command, sglang_chain, transformers, vllm
+from headstart.heads.serving import Command, llama_cpp, sglang_chain, transformers, vllm
 
 with_tokenizer = True  # engines load the draft model's own tokenizer
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # special tokens, which are the target's
@@ -138,11 +138,16 @@ def head_of(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Command]:
-    """vLLM and SGLang, with it as an independent draft model, unless they would use it only for MTP modules; and transformers."""
+    """vLLM and SGLang, with it as an independent draft model, unless they would use it only for MTP modules; llama.cpp, if it
+    was run with such a model; and transformers.
+    """
     assistant = f"model.generate(**inputs, max_new_tokens=64, assistant_model=AutoModelForCausalLM.from_pretrained({folder!r}))"
     found = [in_vllm(drafter, target, folder, guesses)]
     found.append(_within(sglang_chain(target, folder, "STANDALONE", guesses, "0.5.3 or newer"), drafter, "--context-length"))
-    return [*loading(drafter, found), transformers(target, assistant, "its own assisted generation, one sequence at a time")]
+    found = loading(drafter, found)
+    if drafter.lm.config.model_type in ("llama", "qwen3"):
+        found.append(_within(llama_cpp(target, folder, "draft-simple", guesses), drafter, "-c"))
+    return [*found, transformers(target, assistant, "its own assisted generation, one sequence at a time")]
 
 
 def in_vllm(drafter: Any, target: str, folder: str, guesses: int, **more: Any) -> Command:

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from headstart.heads.base import TargetShape
 from headstart.heads.formats import keys, llama
+from headstart.heads.formats.blocks import in_llama_cpp, releases
 from headstart.heads.formats.keys import agree, architecture, flag, need, part
 from headstart.heads.formats.llama import llama_arguments, llama_config
 from headstart.heads.formats.llama import read as read
 from headstart.heads.formats.windows import window_keys, windows, without_windows
-from headstart.heads.serving import Command, sglang, tensorrt_llm, vllm
+from headstart.heads.serving import Command, llama_cpp, sglang, tensorrt_llm, vllm
 from headstart.heads.vocab import ids_of, maps_of
 
 DFLASH, DFLASH2, DSPARK, XPRESS = "DFlashDraftModel", "DFlash2DraftModel", "Qwen3DSparkModel", "Qwen3XPressModel"
@@ -236,11 +237,14 @@ def _causal(said: dict[str, Any]) -> bool:
 def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Command]:
     """A block is filled in one pass at its trained length, so engines draft all of it, whatever depth is requested."""
     whole, head = drafter.max_depth, drafter.config["head"]
-    for_vllm, for_sglang = _needs(drafter)
+    for_vllm, for_sglang = releases(drafter)
     if head == "domino":
         needs = f"{for_sglang}, CUDA, bf16; it drafts {whole - 1} of the {whole} tokens"
         return [sglang(target, folder, "DFLASH", needs, domino_candidate_pool_size=0)]  # 0: of the whole vocabulary, as trained
-    found = [vllm(target, folder, "dspark" if head == "dspark" else "dflash", whole, for_vllm)]
+    kind = "dspark" if head == "dspark" else "dflash"
+    found = [vllm(target, folder, kind, whole, for_vllm)]
+    if in_llama_cpp(drafter):
+        found.append(llama_cpp(target, folder, f"draft-{kind}", whole))
     if drafter.draft_ids is not None or head == "xpress":  # SGLang always takes the target's head, and does not know XPress
         return found
     if head == "dspark":
@@ -249,21 +253,3 @@ def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Comman
     if head in ("dflash", "dflash2", "lilicorr") and not drafter.windowed:  # TensorRT-LLM has no causal blocks, and other windows
         found.append(tensorrt_llm(target, folder, whole, "a build of its main branch of 2026", kind="DFlash"))
     return found
-
-
-def _needs(drafter: Any) -> tuple[str, str]:
-    """The releases of vLLM and SGLang that load it. (Releases older than jetspec's ignore is_causal without a warning.)"""
-    head, windowed = drafter.config["head"], len(drafter.windowed)
-    releases = {"dflash": ("0.20.2", "0.5.11"), "jetspec": ("0.32", "0.5.17"), "dspark": ("0.32", "0.5.18")}
-    releases |= {"dflash2": ("0.29", "0.5.23"), "domino": ("0.29", "0.5.23"), "xpress": ("0.33", "0.5.23")}
-    releases["lilicorr"] = ("0.32", "0.5.23")
-    in_vllm, in_sglang = releases[head]
-    if windowed or drafter.draft_ids is not None:
-        in_vllm = "0.33"
-    # vLLM's older runner, which CPUs have, cannot mix layers with and without a window
-    on_gpu = head in ("dflash2", "dspark", "xpress", "lilicorr") or 0 < windowed < len(drafter.layers)
-    for_sglang = f"{'0.5.23' if windowed else in_sglang} or newer"
-    if windowed and not (drafter.causal or drafter.window_causal):
-        for_sglang += " with --attention-backend fa3 (Triton has no window in layers that look both ways)"
-    for_vllm = f"{in_vllm} or newer" + ", on a GPU" * on_gpu
-    return for_vllm + "; it drafts greedily at every temperature" * (head == "xpress"), for_sglang

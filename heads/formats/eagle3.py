@@ -20,7 +20,7 @@ from headstart.heads.formats import llama
 from headstart.heads.formats.keys import alike, architecture, flag, layers, need, part, shown
 from headstart.heads.formats.llama import llama_arguments, llama_config
 from headstart.heads.formats.windows import FROM_ANCHOR, KEYS, window_keys, windows, without_windows
-from headstart.heads.serving import Command, sglang_chain, tensorrt_llm, vllm
+from headstart.heads.serving import Command, llama_cpp, sglang_chain, tensorrt_llm, vllm
 from headstart.heads.vocab import ids_of, maps_of
 
 EAGLE3, QWEN3_EAGLE3 = "LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM"  # with Llama's layers; with Qwen3's, which only vLLM knows
@@ -174,6 +174,10 @@ def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Comman
     own_layers = drafter.qk_norm or drafter.window is not None
     since = "0.32" if own_layers else "0.26" if later else "0.20.2" if joint else "0.15.1" if deep else "0.8.5"
     found = [vllm(target, folder, "eagle3", guesses, f"{since} or newer")]
+    if len(drafter.taps) == 3 and not (deep or own_layers):  # llama.cpp knows no others. It refuses fc_norm, and ignores norm_output
+        on = {"fc_norm": drafter.fc_norm is not None, "norm_output": drafter.norm_output}
+        lacks = " ".join(f"head.{key}=false" for key, value in on.items() if value)
+        found.append(llama_cpp(target, folder, "draft-eagle3", guesses, lacks))
     if drafter.midlayer.norm_before_residual or own_layers:  # other engines ignore them silently
         return found
     if drafter.taps[0] == 0 or len(drafter.taps) == 1:  # SGLang has no number for the embedding, and omits fc where only one state is read

@@ -35,8 +35,9 @@ LICENCE = "# license: yours to choose; the licences of the target and of the dat
 
 
 def serving_keys(drafter: Drafter, target: Target, folder: str | Path, policy: TreePolicy, path: str | None = None) -> dict[str, Any]:
-    """The keys of a report on serving the drafter of ``folder``: ``serving``, the commands, and ``unserved``, why no engine loads it.
-    Empty for a folder that was not exported by this package, unless it holds a language model.
+    """The keys of a report on serving the drafter of ``folder``: ``serving``, the commands; ``unserved``, why no engine loads it; and
+    ``otherwise``, what would let one more load it. Empty for a folder that was not exported by this package, unless it holds a language
+    model.
 
     ``path``: where the target is, if not where it was loaded from.
     """
@@ -45,7 +46,7 @@ def serving_keys(drafter: Drafter, target: Target, folder: str | Path, policy: T
     depth = min(policy.depth, ASKED) if policy.kind == "auto" else policy.depth
     attention = getattr(target.config, "_attn_implementation", None) or "sdpa"
     made = serving(drafter, near(path or hub_id(target.name) or target.name), near(folder), depth, attention, target.typed)
-    return {"serving": [asdict(command) for command in made.commands], "unserved": made.unserved}
+    return {"serving": [asdict(command) for command in made.commands], "unserved": made.unserved, "otherwise": made.otherwise}
 
 
 def hub_id(name: str) -> str | None:

@@ -118,6 +118,8 @@ def show_serving(report: Report) -> None:
     for command in report.get("serving", []):
         if command["language"] == "bash":
             print(f"{command['engine']} ({command['needs']}):\n  {command['text']}")
+    if report.get("otherwise"):
+        print(report["otherwise"])
 
 
 def figures_table(report: Report) -> list[str]:
@@ -135,6 +137,8 @@ def serving_lines(report: Report) -> list[str]:
         lines += [f"No serving engine loads this folder: {report['unserved']}.", ""]
     for command in report.get("serving", []):
         lines += [f"{command['engine']} ({command['needs']}):", "", f"```{command['language']}", command["text"], "```", ""]
+    if report.get("otherwise"):
+        lines += [f"{report['otherwise']}.", ""]
     return lines
 
 

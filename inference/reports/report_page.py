@@ -265,7 +265,7 @@ def served(report: Report) -> list[Markup]:
     for command in report.get("serving", []):
         name = f"{command['engine']} ({command['needs']})"
         found.append(folded(name, h('<pre class="code">{}</pre>', command["text"])))
-    return found
+    return [*found, h("<p>{}.</p>", report["otherwise"])] if report.get("otherwise") else found
 
 
 def provenance(report: Report) -> Markup:

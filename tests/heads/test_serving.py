@@ -25,6 +25,7 @@ from tests.tiny_targets import tiny_target
 
 ROOT = Path(__file__).resolve().parents[2]
 MASK = dict(mask_token=5)
+OLD = dict(fc_norm=False, norm_output=False)
 VOCAB = dict(draft_vocab=[3, 5, 8, 90])
 # per drafter and settings: vLLM's method with its guesses of 6 that are asked for, what it is given beside, and all engines
 FOUND: list[tuple[str, dict[str, Any], tuple[Any, ...] | None, dict[str, Any], set[str]]] = [
@@ -34,6 +35,12 @@ FOUND: list[tuple[str, dict[str, Any], tuple[Any, ...] | None, dict[str, Any], s
     ("eagle", dict(taps=[1, 3, 6]), None, {}, set()),
     ("eagle", dict(taps=[1, 3, 4], qk_norm=True), ("eagle3", 6), {}, {"vLLM"}),
     ("eagle", dict(taps=[1, 3, 4], window=64), ("eagle3", 6), {}, {"vLLM"}),
+    ("eagle", dict(taps=[1, 3, 4], **OLD), ("eagle3", 6), {}, {"vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"}),
+    ("eagle", dict(taps=[1, 3, 4], **OLD, **VOCAB), ("eagle3", 6), {}, {"vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"}),
+    ("eagle", dict(taps=[1, 3, 4], **OLD, norm_before_fc=True), ("eagle3", 6), {}, {"vLLM", "SGLang", "llama.cpp"}),
+    ("eagle", dict(taps=[1, 3, 4], **OLD, norm_before_residual=True), ("eagle3", 6), {}, {"vLLM", "llama.cpp"}),
+    ("eagle", dict(taps=[3, 4], **OLD), ("eagle3", 6), {}, {"vLLM", "SGLang", "TensorRT-LLM"}),
+    ("eagle", dict(taps=[1, 3, 4], layers=2, **OLD), ("eagle3", 6), {}, {"vLLM", "SGLang"}),
     ("eagle1", {}, ("eagle", 6), {}, {"vLLM", "SGLang"}),
     ("medusa", {}, ("medusa", 5), {}, {"vLLM"}),
     ("medusa", VOCAB, None, {}, set()),
@@ -43,23 +50,29 @@ FOUND: list[tuple[str, dict[str, Any], tuple[Any, ...] | None, dict[str, Any], s
     ("peagle", dict(layers=1, depth=4, **MASK), ("eagle3", 4), dict(parallel_drafting=True), {"vLLM"}),
     ("peagle", dict(layers=1, qk_norm=True, window=64, own_embedding=True, **MASK), ("eagle3", 5), dict(parallel_drafting=True), {"vLLM"}),
     ("peagle", dict(layers=1), None, {}, set()),
-    ("dflash", dict(layers=2, block=16, **MASK), ("dflash", 15), {}, {"vLLM", "SGLang", "TensorRT-LLM"}),
+    ("dflash", dict(layers=2, block=16, **MASK), ("dflash", 15), {}, {"vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"}),
     ("dflash", dict(layers=2, block=16, **MASK, **VOCAB), ("dflash", 15), {}, {"vLLM"}),
-    ("dspark", dict(layers=2, block=7, **MASK, **VOCAB), ("dspark", 7), {}, {"vLLM"}),
+    ("dspark", dict(layers=2, block=7, **MASK, **VOCAB), ("dspark", 7), {}, {"vLLM", "llama.cpp"}),
+    ("dspark", dict(layers=2, block=7, window=64, **MASK), ("dspark", 7), {}, {"vLLM", "SGLang"}),  # llama.cpp has no causal window alone
+    ("dspark", dict(layers=2, block=7, window=64, window_causal=False, **MASK), ("dspark", 7), {}, {"vLLM", "SGLang", "llama.cpp"}),
+    ("jetspec", dict(layers=2, block=8, window=64, **MASK), ("dflash", 7), {}, {"vLLM", "SGLang", "llama.cpp"}),
+    ("jetspec", dict(layers=2, block=8, window=64, window_slides=False, **MASK), ("dflash", 7), {}, {"vLLM", "SGLang"}),
     ("dflash", dict(layers=2, block=16, window=64, window_layers=[0], **MASK), ("dflash", 15), {}, {"vLLM", "SGLang"}),
     ("domino", dict(layers=2, block=7, window=64, **MASK), None, {}, {"SGLang"}),
     ("dflash", dict(layers=2), None, {}, set()),
-    ("jetspec", dict(layers=2, block=8, **MASK), ("dflash", 7), {}, {"vLLM", "SGLang"}),
+    ("jetspec", dict(layers=2, block=8, **MASK), ("dflash", 7), {}, {"vLLM", "SGLang", "llama.cpp"}),
     ("dflare", dict(layers=2, block=8, **MASK), None, {}, set()),
     ("dflare", dict(layers=2, block=8), None, {}, set()),
-    ("dflash2", dict(layers=2, block=8, **MASK), ("dflash", 7), {}, {"vLLM", "SGLang", "TensorRT-LLM"}),
+    ("dflash2", dict(layers=2, block=8, candidates=4, **MASK), ("dflash", 7), {}, {"vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"}),
+    # more candidates than llama.cpp can pack
+    ("dflash2", dict(layers=2, block=8, candidates=32, **MASK), ("dflash", 7), {}, {"vLLM", "SGLang", "TensorRT-LLM"}),
     ("xpress", dict(layers=2, block=8, **MASK), ("dflash", 7), {}, {"vLLM"}),
     ("lilicorr", dict(layers=2, block=8, **MASK), ("dflash", 7), {}, {"vLLM", "SGLang", "TensorRT-LLM"}),
     ("lilicorr", dict(layers=2, block=8, window=16, **MASK), ("dflash", 7), {}, {"vLLM", "SGLang"}),
     ("lilicorr", dict(layers=2, block=8), None, {}, set()),
-    ("dspark", dict(layers=2, block=7, **MASK), ("dspark", 7), {}, {"vLLM", "SGLang"}),
+    ("dspark", dict(layers=2, block=7, **MASK), ("dspark", 7), {}, {"vLLM", "SGLang", "llama.cpp"}),
     ("domino", dict(layers=2, block=7, **MASK), None, {}, {"SGLang"}),
-    ("draft_lm", {}, ("draft_model", 6), {}, {"vLLM", "SGLang", "transformers"}),
+    ("draft_lm", {}, ("draft_model", 6), {}, {"vLLM", "SGLang", "llama.cpp", "transformers"}),
     ("pard", dict(depth=8), ("draft_model", 6), dict(parallel_drafting=True), {"vLLM", "TensorRT-LLM"}),
     ("pard", dict(depth=4), ("draft_model", 4), dict(parallel_drafting=True), {"vLLM", "TensorRT-LLM"}),
     ("mtp", {}, ("eagle", 6), {}, {"vLLM"}),
@@ -100,6 +113,28 @@ def test_what_engines_are_asked(head: str, changes: Any, method: Any, more: Any,
 
 
 @pytest.mark.parametrize(
+    ("changes", "lacks"),
+    [
+        (dict(), "head.fc_norm=false head.norm_output=false"),
+        (dict(fc_norm=False), "head.norm_output=false"),
+        (dict(norm_output=False), "head.fc_norm=false"),
+        (OLD, ""),
+        (dict(layers=2), ""),  # nothing would help
+    ],
+)
+def test_what_llama_cpp_would_load_is_said(changes: dict[str, Any], lacks: str, target: Target) -> None:
+    drafter = make("eagle", target, taps=[1, 3, 4], **changes)
+    for kind, rope, told in (
+        ("llama", {}, True),
+        ("olmo3", {}, False),
+        ("llama", {"rope_type": "yarn", "factor": 2, "mscale": 1.0}, False),
+    ):
+        drafter.shape = replace(drafter.shape, model_type=kind, rope=drafter.shape.rope | rope)
+        said = serving(drafter, "T", DIR, 6).otherwise
+        assert said == (f"llama.cpp loads such a drafter if it was trained with {lacks}" if lacks and told else "")
+
+
+@pytest.mark.parametrize(
     ("kind", "head", "engines"),
     [
         ("mixtral", "eagle", set()),
@@ -133,6 +168,9 @@ def test_what_engines_are_asked(head: str, changes: Any, method: Any, more: Any,
         ("mixtral", "mtp", {"vLLM"}),
         ("mixtral", "medusa", {"vLLM"}),
         ("mixtral", "draft_lm", {"vLLM", "SGLang", "transformers"}),
+        ("qwen3", "dflash", {"vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"}),
+        ("qwen3_moe", "dflash", {"vLLM", "SGLang", "TensorRT-LLM"}),  # llama.cpp's converter fails
+        ("qwen3_moe", "draft_lm", {"vLLM", "SGLang", "llama.cpp", "transformers"}),
     ],
 )
 def test_targets_whose_layers_an_engine_keeps_to_itself(kind: str, head: str, engines: set[str], target: Target) -> None:
@@ -158,7 +196,8 @@ def test_a_draft_model_that_engines_take_for_mtp_modules(target: Target) -> None
     for kind, without in {"glm4_moe": both, "ernie4_5_moe": both, "qwen3_moe": {"SGLang"}, "llama": set(), "mixtral": set()}.items():
         drafter = hub.build("draft_lm", target.shape, config={"model_type": kind, "head_dim": 16, **small})
         made = {c.engine: c for c in serving(drafter, "org/Model-1B", DIR, depth=6).commands[:-2]}
-        assert made.keys() == {"vLLM", "SGLang", "transformers"} - without, kind
+        run = {"llama.cpp"} if kind == "llama" else set()
+        assert made.keys() == {"vLLM", "SGLang", "transformers"} - without | run, kind
         assert ("vLLM" in made and "has experts too" in made["vLLM"].needs) == (kind in ("mixtral", "qwen3_moe"))
 
 
@@ -181,7 +220,7 @@ def test_a_draft_model_with_fewer_positions_than_the_target(target: Target) -> N
     for positions, limited in ((target.shape.max_positions // 2, True), (target.shape.max_positions, False)):
         drafter = hub.build("draft_lm", target.shape, config=small | {"max_position_embeddings": positions})
         made = {c.engine: c for c in serving(drafter, "org/Model-1B", DIR, depth=6).commands[:-2]}
-        for engine, flag in (("vLLM", "--max-model-len"), ("SGLang", "--context-length")):
+        for engine, flag in (("vLLM", "--max-model-len"), ("SGLang", "--context-length"), ("llama.cpp", "-c")):
             assert (shlex.split(made[engine].text)[-2:] == [flag, str(positions)]) == limited
             assert (f"{positions} tokens" in made[engine].needs) == limited
 
@@ -227,7 +266,7 @@ def test_a_rope_that_engines_scale_otherwise(factor: float | None, served: bool,
     for head, changes, engines in [
         ("eagle", dict(taps=[1, 3, 4]), {"vLLM", "SGLang", "TensorRT-LLM"}),
         ("peagle", dict(layers=1, **MASK), {"vLLM"}),
-        ("dflash", dict(layers=2, **MASK), {"vLLM", "SGLang", "TensorRT-LLM"}),
+        ("dflash", dict(layers=2, **MASK), {"vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"}),
     ]:
         drafter = make(head, target, **changes)
         drafter.shape = replace(drafter.shape, rope=rope)
@@ -237,6 +276,19 @@ def test_a_rope_that_engines_scale_otherwise(factor: float | None, served: bool,
     drafter = make("medusa", target)  # it turns nothing
     drafter.shape = replace(drafter.shape, rope=rope)
     assert serving(drafter, "org/Model-1B", DIR, depth=6).commands[0].engine == "vLLM"
+
+
+def test_ropes_of_llama_cpp(target: Target) -> None:
+    """Its converter leaves out Llama 3's rope of a block drafter, without a word. (That of EAGLE-3 is converted as a Llama's.)"""
+    given = {"eagle": dict(taps=[1, 3, 4], **OLD), "dflash": dict(layers=2, **MASK), "dspark": dict(layers=2, **MASK)}
+    for head, changes in given.items():
+        for kind in ("default", "linear", "yarn", "llama3"):
+            drafter = make(head, target, **changes)
+            drafter.shape = replace(drafter.shape, rope={"rope_type": kind, "factor": 2.0})
+            served = "llama.cpp" in {c.engine for c in serving(drafter, "T", DIR, 6).commands}
+            assert served == (kind != "llama3" or head == "eagle")
+            drafter.shape = replace(drafter.shape, rope={"rope_type": "yarn", "factor": 2.0, "beta_fast": 16.0})
+            assert "llama.cpp" not in {c.engine for c in serving(drafter, "T", DIR, 6).commands}
 
 
 def test_layers_of_ones_own_are_told(target: Target) -> None:
@@ -262,7 +314,8 @@ def check_readable(made: Serving) -> None:
             assert DIR in names and names.count("org/Model-1B") == 2
             continue
         words = shlex.split(command.text)
-        assert command.language == "bash" and sum("org/Model-1B" in word for word in words) == (command.engine != "TGI")
+        named = {"TGI": 0, "llama.cpp": 1 if "draft-simple" in words else 2}  # llama.cpp converts the target, and a drafter that reads it
+        assert command.language == "bash" and sum("org/Model-1B" in word for word in words) == named.get(command.engine, 1)
         if command.engine == "vLLM":
             assert words[:3] == ["vllm", "serve", "org/Model-1B"] and words[3] == "--speculative-config" and len(words) == 5
             assert json.loads(words[4]) == command.speculative
@@ -271,6 +324,10 @@ def check_readable(made: Serving) -> None:
             assert flags["--speculative-draft-model-path"] == DIR
             if "--speculative-num-steps" in flags:  # its window counts the last known token
                 assert int(flags["--speculative-num-draft-tokens"]) == int(flags["--speculative-num-steps"]) + 1
+        if command.engine == "llama.cpp":
+            target, draft, serve = command.text.split(" && ")
+            assert shlex.split(target)[-1] == "target.gguf" and shlex.split(draft)[-1] == "draft.gguf" and DIR in shlex.split(draft)
+            assert shlex.split(serve)[:5] == ["llama-server", "-m", "target.gguf", "-md", "draft.gguf"]
         if command.engine == "TensorRT-LLM":
             said = yaml.safe_load(words[1])["speculative_config"]
             assert said["speculative_model_dir"] == DIR and words[-1] == words[3]

@@ -16,7 +16,8 @@ from headstart.heads import hub
 from headstart.inference.decoding.policy import AUTO
 from headstart.inference.decoding.target import Target
 from headstart.inference.reports.card import digest, hub_id, kept_card, serving_keys, write_card
-from headstart.inference.reports.render import markdown
+from headstart.inference.reports.render import markdown, show_serving
+from headstart.inference.reports.report_page import served as on_page
 from tests.drafters import make
 from tests.reports import a_report
 from tests.trainers.conftest import save_target
@@ -34,9 +35,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return Target.load(str(save_target(tmp_path_factory.mktemp("t") / "small")), dtype="float32", device="cpu")
 
 
-def export(target: Target, folder: Path, head: str = "eagle", noise: float = 0.1) -> dict[str, Any]:
+def export(target: Target, folder: Path, head: str = "eagle", noise: float = 0.1, **changes: Any) -> dict[str, Any]:
     """Saved, and a report that nobody measured with the commands of this folder."""
-    drafter = make(head, target, noise)
+    drafter = make(head, target, noise, **changes)
     with kept_card(folder):
         hub.save(drafter, folder, target.card, torch.float32, target.tokenizer if head == "draft_lm" else None)
     return a_report(head, **serving_keys(drafter, target, folder, AUTO))
@@ -65,6 +66,18 @@ def test_what_a_card_says(target: Target, tmp_path: Path) -> None:
     assert hub.load(tmp_path / "s", target.shape, target.card).config["head"] == "eagle"  # a card is in nobody's way
 
 
+def test_a_card_says_what_one_more_engine_would_load(target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The report says it too, and so do the last lines of a run."""
+    said = "llama.cpp loads such a drafter if it was trained with head.fc_norm=false head.norm_output=false"
+    changes: dict[str, Any]
+    for changes in ({"taps": [1, 2, 3]}, {"taps": [1, 2, 3], "fc_norm": False, "norm_output": False}):
+        report = export(target, tmp_path / "s", **changes)
+        write_card(tmp_path / "s", report, target, SETTINGS)
+        show_serving(report)
+        for text in (parts(tmp_path / "s")[1], markdown(report), str(on_page(report)), capsys.readouterr().out):
+            assert (said in text) == ("fc_norm" not in changes) and ("convert_hf_to_gguf.py" in text) == ("fc_norm" in changes)
+
+
 @pytest.mark.parametrize("asked, said", [("auto", False), ("bfloat16", False), ("float32", True)])
 def test_commands_read_the_weights_that_were_measured(asked: str, said: bool, tmp_path: Path) -> None:
     """Else they would decode other weights than were measured: without a word each of these reads the weights as they are stored."""
@@ -74,7 +87,9 @@ def test_commands_read_the_weights_that_were_measured(asked: str, said: bool, tm
     made = Target.load(str(path), dtype=asked, device="cpu")
     kinds = ["eagle", "eagle1", "draft_lm"]
     commands = [c for kind in kinds for c in export(made, tmp_path / kind, kind)["serving"] if c["engine"] != "TensorRT-LLM"]
-    assert {c["engine"] for c in commands} == {"vLLM", "SGLang", "Headstart", "transformers"}
+    assert {c["engine"] for c in commands} == {"vLLM", "SGLang", "llama.cpp", "Headstart", "transformers"}
+    (converted,) = (c["text"] for c in commands if c["engine"] == "llama.cpp")
+    assert converted.count("convert_hf_to_gguf.py") == 2 and converted.count(" --outtype f32 ") == 2 * said
     ends = {
         "Headstart": " target.dtype=float32",
         "transformers": ', dtype="float32")',
@@ -82,6 +97,8 @@ def test_commands_read_the_weights_that_were_measured(asked: str, said: bool, tm
         "SGLang": " --dtype float32",
     }
     for c in commands:
+        if c["engine"] == "llama.cpp":
+            continue
         first = next(line for line in c["text"].splitlines() if line.startswith("model =") or c["language"] == "bash")
         assert first.endswith(ends[c["engine"]]) == said and c["text"].count("float32") == said, c
         assert said or "dtype" not in c["text"]
