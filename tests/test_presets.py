@@ -159,5 +159,5 @@ def test_a_recipe_changes_only_what_there_is(recipe: str) -> None:
     terms = {name: weight for name, weight in found["loss"]["terms"].items() if weight}
     assert terms.keys() <= {*names(), *BESIDE}
     source = (CONF / "experiment" / f"{recipe}.yaml").read_text()
-    ours = ("smoke", "chat8b", "compare", "compare_quick", "in_vllm", "laptop")
+    ours = ("smoke", "chat8b", "compare", "compare_quick", "in_llama_cpp", "in_vllm", "laptop")
     assert recipe in ours or "Source: " in source, "a published recipe says where it was published"
