@@ -123,7 +123,7 @@ def accepting(known: Any) -> Any:
     return look_up
 
 
-def main() -> None:
+def run_converter() -> None:
     source = sys.argv.pop(1)
     sys.path[:0] = [f"{source}/gguf-py", source]
     if importlib.util.find_spec("sentencepiece") is None:  # imported for every Llama, and called only if its tokenizer has such a file
@@ -136,4 +136,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_converter()
