@@ -11,7 +11,8 @@ Every prompt is also decoded by the same server without a drafter: a difference 
 read from the server's log.
 
 Writes benchmarks/results/in_llama_cpp.json, one entry per head (variants with a trimmed vocabulary or other norms have their own), each
-with its commit. Exit status 1 if a run failed, or if tokens, passes or guesses differ.
+with its commit. Exit status 1 if a run failed, or if tokens, passes or guesses differ. (Where two tokens are tied but for rounding, a guess
+may differ, and with it the rest of its chain or block.)
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How a saved drafter is served: the commands for every engine that loads its folder.
 
 Each module of ``heads/formats`` has a function ``serving(drafter, target, folder, guesses)`` that returns its commands. Cards, reports
-and the last lines of a run show them, and ``benchmarks/in_vllm.py`` runs them. Engines draft chains of
+and the last lines of a run show them, and ``benchmarks/in_vllm.py`` and ``in_llama_cpp.py`` run them. Engines draft chains of
 ``guesses`` tokens, unless the drafter fixes their length.
 """
 

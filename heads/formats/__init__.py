@@ -9,7 +9,7 @@ A format module has:
     read(config)           (optional) the keys of a config.json, in a form that can be compared with that of config()
     ARCHITECTURES          (optional) the engines' names of the architecture, where there are several
     beside(drafter)        (optional) further files of the folder: name -> text
-    serving(drafter, target, folder, guesses)   the command of each engine that loads it: heads/serving.py
+    serving(drafter, target, folder, guesses)   the command of each engine that loads it, or would if trained otherwise: heads/serving.py
     unserved(drafter)      why no engine loads it: needed where serving() may return no command
     with_tokenizer         (optional) True: the target's tokenizer is saved in the folder
     names_target           (optional) True: config.json names the target's folder

@@ -400,11 +400,15 @@ def test_paths_stand_as_one_types_them(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_the_documentation_says_what_the_table_says(target: Target) -> None:
-    """Each drafter as conf/head has it, with a token for the mask where it has one: what vLLM and SGLang are started with."""
-    wanted = [c.text for head in HEADS for c in documented(head, target)]
+    """Each drafter as conf/head has it, with a token for the mask where it has one: what vLLM, SGLang and llama.cpp are started with. (An
+    EAGLE-3 for llama.cpp has fewer norms.)
+    """
+    wanted = [c.text for head in HEADS for c in documented(head, target)] + [
+        c.text for c in documented("eagle", target, taps=[1, 3, 4], **OLD)
+    ]
     pages = [(ROOT / page).read_text() for page in ("docs/engines.md", "README.md")]
     assert [text for text in wanted if text not in pages[0]] == []
-    said = [line for page in pages for line in page.splitlines() if line.startswith(("vllm serve ", "python -m sglang"))]
+    said = [line for page in pages for line in page.splitlines() if line.startswith(("vllm serve ", "python -m sglang", "python convert"))]
     assert said and [line for line in said if line.partition("  #")[0].strip() not in wanted] == []
 
 
@@ -418,8 +422,8 @@ def test_the_shipped_drafter_says_what_the_table_says() -> None:
     assert said == [c.text for c in commands if c.engine in ("vLLM", "SGLang")]
 
 
-def documented(head: str, target: Target) -> list[Command]:
+def documented(head: str, target: Target, **more: Any) -> list[Command]:
     given = yaml.safe_load((CONF / f"{head}.yaml").read_text())  # the tests' own drafters guess fewer
     changes = {key: given[key] for key in ("block", "depth") if given.get(key)} | {key: 5 for key in ("mask_token",) if key in given}
-    found = serving(make(head, target, **changes), "TARGET", "DIR", depth=6).commands
-    return [c for c in found if c.engine in ("vLLM", "SGLang") and c.text.startswith(("vllm ", "python "))]
+    found = serving(make(head, target, **changes, **more), "TARGET", "DIR", depth=6).commands
+    return [c for c in found if c.engine in ("vLLM", "SGLang", "llama.cpp") and c.text.startswith(("vllm ", "python "))]
