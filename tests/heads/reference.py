@@ -19,13 +19,15 @@ from torch import Tensor
 class Reference:
     """A Llama-shaped drafter, from a folder."""
 
+    kinds: list[str] = []  # of its layers; none: all have full attention
+
     def __init__(self, folder: Path, model: Any) -> None:
         self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
         self.w = {k.replace("midlayer.", "layers.0."): v.float() for k, v in load_file(folder / "model.safetensors").items()}
         self.embed, self.head = model.model.embed_tokens.weight, model.lm_head.weight
         c = self.config
         self.h, self.g, self.d, self.eps = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"], c["rms_norm_eps"]
-        rope = c["rope_parameters"]
+        self.kinds, rope = c.get("layer_types", []), c["rope_parameters"]
         self.frequency = rope["rope_theta"] ** (-torch.arange(0, self.d, 2).float() / self.d)
         if rope["rope_type"] == "llama3":  # long wavelengths are slowed down, medium ones are blended
             wave = 2 * torch.pi / self.frequency
@@ -52,7 +54,7 @@ class Reference:
         q, k, v = (self.linear(into, f"{name}self_attn.{x}_proj").view(T, -1, self.d) for x in "qkv")
         if f"{name}self_attn.q_norm.weight" in self.w:
             q, k = self.norm(q, f"{name}self_attn.q_norm"), self.norm(k, f"{name}self_attn.k_norm")
-        if "layer_types" in self.config and self.config["layer_types"][i] == "sliding_attention":
+        if self.kinds and self.kinds[i] == "sliding_attention":
             sees = sees & (positions[:, None] - positions < self.config["sliding_window"])
         q, k = self.rotate(q, positions), self.rotate(k, positions)
         k, v = (x.repeat_interleave(self.h // self.g, 1) for x in (k, v))
