@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from headstart.inference.decoding.counter_rng import SLOTS, VERIFYING, CounterRNG
+from headstart.inference.decoding.counter_rng import SLOTS, VERIFYING, CounterRNG, _mix, _mixed
 
 COUNT = 1 << 16
 
@@ -62,6 +63,27 @@ def test_numbers_repeat_and_belong_to_seed_position_and_slot() -> None:
     assert torch.equal(CounterRNG.of(1, 1).uniform(5, 4, 3)[:, :2], CounterRNG.of(1, 1).uniform(5, 2, 3))
 
 
+def test_the_hash_is_the_finalizer_of_splitmix64() -> None:
+    """Against the first numbers of that generator from the seed 1234567, as published. Its state grows by the golden ratio times 2^64."""
+    known = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
+    states = [(1234567 + i * 0x9E3779B97F4A7C15) % 2**64 for i in range(5)]
+    assert [_mixed(state) for state in states] == known
+    signed = torch.tensor([state - 2**64 * (state >= 2**63) for state in states])
+    assert [number % 2**64 for number in _mix(signed).tolist()] == known
+
+
+@pytest.mark.parametrize("slots", [range(VERIFYING, VERIFYING + 5), [SLOTS * d for d in range(1, 6)]])
+def test_a_number_is_the_same_whether_it_was_prepared_or_not(slots: Sequence[int]) -> None:
+    seeds, positions = torch.tensor([3, 7]), torch.tensor([5, 12])
+    prepared, fresh = (CounterRNG(seeds, positions) for _ in range(2))
+    prepared.prepare(slots)
+    for slot in slots:
+        assert torch.equal(prepared.uniform(slot), fresh.uniform(slot)) and prepared.uniform(slot).shape == (2,)
+        assert torch.equal(prepared.uniform(slot, 1, 1), fresh.uniform(slot, 1, 1))
+        assert torch.equal(prepared.uniform(slot, 2, 3), fresh.uniform(slot, 2, 3))  # several numbers of the slot, not the first one again
+    assert [*prepared.ready] == [*slots]
+
+
 def test_a_flip_of_one_sequence_is_that_of_many() -> None:
     alone, many = CounterRNG.of(7, 12), CounterRNG(torch.tensor([3, 7]), torch.tensor([5, 12]))
     assert alone.host is not None and many.host is None
@@ -108,6 +130,16 @@ def test_a_token_of_probability_0_is_never_drawn(u: float, monkeypatch: pytest.M
             assert u == 0 or size > 50 or torch.equal(drawn[0, :, 0], ends)
             assert u > 0 or torch.equal(drawn[0, :, 0], ends)
     assert bool(CounterRNG.of().flip(torch.tensor([1.0]), 0)) and not bool(CounterRNG.of().flip(torch.tensor([0.0]), 0))
+
+
+@pytest.mark.parametrize("token", [0, 1, 2, 77_777, 150_000])
+def test_no_token_of_a_large_vocabulary_is_lost_to_rounding(token: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a likely token, a sum in fp32 would not grow. Here every sum is exact in fp64."""
+    least, p = 2.0**-30, torch.full((1, 1, 150_001), 2.0**-30)
+    p[..., 0] = 1.0
+    u = (1 + (token - 0.5) * least) / (1 + 150_000 * least)  # in the middle of the token's share
+    monkeypatch.setattr(CounterRNG, "uniform", lambda self, slot, *shape: torch.full((1, *shape), u, dtype=torch.float64))
+    assert CounterRNG.of().draws(p, 0).tolist() == [[[token]]]
 
 
 def test_a_row_of_zeros_gives_some_token_of_the_vocabulary() -> None:
