@@ -36,6 +36,8 @@ def test_others_may_read_what_safetensors_writes(tmp_path: Path) -> None:
     put(tmp_path / "one", lambda beside: save_file({"x": torch.ones(2)}, beside))
     put_folder(tmp_path / "folder", lambda beside: save_file({"x": torch.ones(2)}, beside / "one"))
     assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "one", tmp_path / "folder" / "one", usual)} == {0o666 & ~files.UMASK}
+    put(tmp_path / "own", lambda beside: (beside.touch(), beside.chmod(0o640)))  # permissions that somebody chose
+    assert stat.S_IMODE((tmp_path / "own").stat().st_mode) == 0o640
 
 
 def test_a_failure_leaves_what_was_there_and_nothing_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +123,8 @@ def test_a_folder_takes_the_place_of_another(exchange: bool, tmp_path: Path, mon
     for text in ("one", "two", "three"):
         (tmp_path / ".folder.part").mkdir()  # of a process that was killed
         (tmp_path / ".folder.part" / "half").touch()
+        (tmp_path / ".folder.old").mkdir()
+        (tmp_path / ".folder.old" / "zero").touch()
         put_folder(place, lambda beside, text=text: (beside / text).write_text(text))  # type: ignore[misc]
         assert [p.name for p in tmp_path.iterdir()] == ["folder"] and [p.name for p in place.iterdir()] == [text]
     if not exchange or not any(steps):  # here the file system cannot, as everywhere but on Linux
@@ -142,6 +146,22 @@ def test_what_was_killed_between_two_renames_is_not_lost(tmp_path: Path, monkeyp
     assert (old / "first").read_text() == "first"  # until there is another, it stays
     put_folder(place, lambda beside: (beside / "second").write_text("second"))
     assert [p.name for p in tmp_path.iterdir()] == ["folder"] and [p.name for p in place.iterdir()] == ["second"]
+
+
+def test_a_folder_that_cannot_be_named_leaves_the_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_exchange", lambda a, b: False)
+    put_folder(tmp_path / "folder", lambda beside: (beside / "first").write_text("first"))
+    rename = Path.rename
+
+    def refuses(path: Path, goal: Path) -> Path:
+        if path.name == ".folder.part":
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(path, goal)
+
+    monkeypatch.setattr(Path, "rename", refuses)
+    with pytest.raises(OSError, match="Input/output error"):
+        put_folder(tmp_path / "folder", lambda beside: (beside / "second").write_text("second"))
+    assert [p.name for p in tmp_path.iterdir()] == ["folder"] and [p.name for p in (tmp_path / "folder").iterdir()] == ["first"]
 
 
 def test_a_link_to_a_folder_stays_one(tmp_path: Path) -> None:
@@ -220,3 +240,16 @@ def test_damaged_lines_are_skipped_and_a_file_that_cannot_be_read_is_named(tmp_p
     monkeypatch.setattr(Path, "read_text", failing)
     with pytest.raises(UserError, match=rf"^{path} cannot be read \(Input/output error\)$"):
         files.json_lines(path)
+
+
+def test_lines_are_kept_in_their_order_before_new_ones(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    files.keep_lines(path, lambda line: True)
+    assert not path.exists()  # of nothing, nothing is made
+    files.keep_lines(path, lambda line: True, {"step": 1}, {"step": 2})
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"step": 3}\n7\n{"ste')
+    files.keep_lines(path, lambda line: line["step"] != 2, {"step": 9})
+    assert path.read_text() == '{"step": 1}\n{"step": 3}\n{"step": 9}\n'
+    files.keep_lines(path, lambda line: False)
+    assert path.read_text() == ""
