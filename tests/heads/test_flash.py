@@ -176,9 +176,12 @@ def test_a_sequence_without_earlier_rows_beside_one_with_them() -> None:
     torch.testing.assert_close(sees.attend(q, [(k, v)]).double(), dense_only(sees, q, k, v), rtol=0, atol=2e-6)
 
 
-def test_what_is_trained_through_keeps_its_gradients() -> None:
-    q, k = torch.randn(1, H, KEPT + 6, D, requires_grad=True), torch.randn(1, G, KEPT + 30, D)
-    assert CausalSees(KEPT + 6, KEPT + 30).attend(q, [(k, k)]).requires_grad
+@pytest.mark.parametrize("trained", ["queries", "keys"])
+def test_what_is_trained_through_keeps_its_gradients(trained: str) -> None:
+    q, k = torch.randn(1, H, KEPT + 6, D), torch.randn(1, G, KEPT + 30, D)
+    sees, leaf, weights = CausalSees(KEPT + 6, KEPT + 30), (q if trained == "queries" else k).requires_grad_(), torch.randn_like(q)
+    found, expected = (torch.autograd.grad((out * weights).sum(), leaf)[0] for out in (sees.attend(q, [(k, k)]), dense_only(sees, q, k, k)))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from torch import Tensor
 from headstart.heads import hub
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
-from headstart.heads.stored import shards
+from headstart.heads.stored import LARGEST, model_files, shards
 from headstart.inference.decoding.placement import check_folder
 from headstart.inference.speculator import open_speculator
 from tests.heads.test_draft_lm import SMALL, fitting
@@ -215,3 +215,19 @@ def test_the_hubs_cache_keeps_its_files_apart(plain: Path, tmp_path: Path) -> No
     (snapshot / "part-1.safetensors").symlink_to("../../blobs/123")
     assert set(shards(snapshot / "model.safetensors.index.json").values()) == {snapshot / "part-1.safetensors"}
     opened(snapshot)
+
+
+def test_a_folder_with_a_whole_file_and_an_index_is_read_as_transformers_reads_it(plain: Path, tmp_path: Path) -> None:
+    """From the whole file. And an index may be longer than a config."""
+    from transformers import AutoModelForCausalLM
+
+    folder = shutil.copytree(plain, tmp_path / "s")
+    in_parts(folder, "part-1.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(index.read_text() + " " * (LARGEST + 1))
+    assert model_files(folder) == [folder / "part-1.safetensors"]
+    whole = load_file(folder / "part-1.safetensors")
+    save_file({name: tensor + 1 for name, tensor in whole.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    assert model_files(folder) == [folder / "model.safetensors"]
+    name, weight = next(iter(AutoModelForCausalLM.from_pretrained(folder).named_parameters()))
+    assert torch.equal(weight, whole[name] + 1)
