@@ -242,6 +242,9 @@ def test_beyond_what_was_tuned_the_last_plan_holds(tmp_path: Path) -> None:
     write(tuned(alone=WIDE, at_1=WIDE, at_2=LONG), tmp_path)
     plans = load_plans(tmp_path, target, drafter)
     assert plans == {ALONE: WIDE, 1: WIDE, 2: LONG, MANY: LONG}
+    found = json.loads((tmp_path / NAME).read_text())
+    (tmp_path / NAME).write_text(json.dumps(found | {"plans": dict(reversed(found["plans"].items()))}))
+    assert [*load_plans(tmp_path, target, drafter).items()] == [*plans.items()]  # ascending, in whatever order the file has them
     made = generate_batch(target, drafter, PROMPTS, new_tokens=NEW, policy=plans, sequences=3)
     assert {depth for g in made for depth in g.asked} == {4}
     assert by_load(plans) == ["up to 1 at once: dynamic, 8 nodes, depth 4", "more at once: chain of 4"]
