@@ -66,7 +66,7 @@ class Automaton:
 
 class Suffix(Lookup):
     """``least``: the shortest match that counts, in tokens. ``places``: the most places of matches that are used, those of longer matches
-    first, then the later ones. Raises UserError for a wrong value.
+    first. Raises UserError for a wrong value.
     """
 
     most = sys.maxsize

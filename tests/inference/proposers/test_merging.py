@@ -70,6 +70,11 @@ def test_a_union_has_every_prefix_once() -> None:
         validate(tree, 7)
 
 
+def test_roots_carry_what_any_part_reads() -> None:
+    """Not only the last one."""
+    assert Union([Paths((), taps=(5, 1)), Paths(()), Paths((), taps=(1, 3))]).taps == (1, 3, 5)
+
+
 def test_nodes_that_one_leaves_go_to_those_behind_it() -> None:
     one, two, three = Paths(((0, 1, 2, 3, 4, 5),)), Paths(()), Paths(((0, 1, 6, 6, 6, 6, 6), (2,)))
     tree = Union([one, two, three]).propose(TreePolicy(depth=9, nodes=9), CounterRNG.of(), SamplingParams())
@@ -151,6 +156,14 @@ def test_a_union_with_drawn_guesses_is_exact(policy: TreePolicy, rule: str, kind
     assert (seen["drawn"] or kind == "zeros") and paths.sampling.temperature == 0  # of zeros there may be nothing left to draw
     if policy.kind != "chain":
         assert seen["deterministic"]
+
+
+@pytest.mark.parametrize("rule", ["multi_round", "without_replacement", "top_plus_one"])
+def test_where_the_others_say_nothing_as_much_is_accepted_as_of_the_last_part_alone(rule: str) -> None:
+    """All of a row's drawn children are tried."""
+    world, sampling = pair("random", 3, 3, 2), SamplingParams(0.9, rule=rule)
+    own = drafting(world.drafter)
+    assert emitted(Union([Paths(()), own]), world, FIXED, sampling)[2] == pytest.approx(emitted(own, world, FIXED, sampling)[2], abs=1e-12)
 
 
 def test_the_rule_of_a_merged_tree_does_not_hang_on_what_was_drawn() -> None:

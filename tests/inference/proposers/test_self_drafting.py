@@ -81,6 +81,19 @@ def test_early_exit_is_the_model_with_fewer_layers(architecture: str) -> None:
         torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
 
 
+def test_the_cache_of_a_target_in_half_precision_may_be_of_another_dtype() -> None:
+    """On a CPU that reads it faster so."""
+    exact = tree_of_logits(proposer := EarlyExit(TARGET("llama"), layers=3), read(TARGET("llama"), proposer, TEXT))
+    half = Target(copy.deepcopy(TARGET("llama").model).bfloat16(), name="half").prepack()
+    assert half.reader.lean is not None
+    for kept in (torch.bfloat16, torch.float32):
+        half.reader.lean.memory_dtype = kept
+        context = read(half, proposer := EarlyExit(half, layers=3), TEXT)
+        assert context.memory.layers[0][0][0].dtype is kept
+        for path, logits in tree_of_logits(proposer, context).items():
+            assert logits.dtype is torch.bfloat16 and float((logits.float() - exact[path]).norm() / exact[path].norm()) < 0.03
+
+
 def adding_zero(target: Target, left_out: list[tuple[int, str]]) -> Any:
     """The model with zeros in the last matrices of some parts."""
     model = copy.deepcopy(target.model)
@@ -150,6 +163,25 @@ def test_the_search_keeps_the_better_one_and_ends() -> None:
     assert all(len(choice) == 4 and all(0 < layer < 5 for layer, _ in choice) for choice, _ in steps)
     assert len({candidate for _, measured in steps for _, candidate in measured}) > 3
     assert searched(target, search=6, window=8, seed=1) == steps != searched(target, search=6, window=8, seed=2)
+
+
+def test_the_search_begins_evenly_spaced_and_ends_with_single_exchanges() -> None:
+    target = TARGET("llama")
+    pairs = [(measured[0][1], measured[1][1]) for _, measured in searched(target, search=6, window=8, seed=0)[:6]]  # best so far, candidate
+    assert pairs[0][0] == {(layer, "self_attn") for layer in (1, 2, 3, 4)}  # every second of the eight parts
+    exchanged = [(len(best - candidate), len(candidate - best)) for best, candidate in pairs]
+    assert exchanged[3:] == [(1, 1)] * 3 and min(exchanged[:3]) > (1, 1)  # with this seed, no random set is a single exchange away
+    all_parts = {choice for choice, _ in searched(target, skip=0.67, search=2, window=4)}  # nothing is left to exchange
+    assert all_parts == {frozenset((layer, part) for layer in (1, 2, 3, 4) for part in ("self_attn", "mlp"))}
+
+
+def test_a_forward_that_another_library_has_set_is_put_back() -> None:
+    target = tiny_target("llama")
+    skipped = target.layers[4]
+    skipped.forward = own = skipped.forward
+    proposer = EarlyExit(target, layers=3)
+    tree_of_logits(proposer, read(target, proposer, TEXT))
+    assert [m for m in target.model.modules() if "forward" in m.__dict__] == [skipped] and skipped.__dict__["forward"] is own
 
 
 def test_the_same_sequence_again_is_drafted_the_same() -> None:
