@@ -138,8 +138,9 @@ class LogitsWarper:
 
         if self.alone is not None and self.alone["temperature"] == 1 and not (self.top_k or self.top_p or self.min_p):
             return x.softmax(-1)  # the same numbers, to the bit, in fewer operations
-        temperature = value("temperature").to(x.dtype)
-        x = (x - x.amax(-1, keepdim=True)) / torch.where(temperature > 0, temperature, 1 / SHARPER)  # at most 0: exp cannot overflow
+        least = torch.finfo(x.dtype).smallest_normal  # below it a temperature would become 0 in the dtype of x
+        temperature = torch.where(value("temperature") > 0, value("temperature").clamp(min=least), 1 / SHARPER).to(x.dtype)
+        x = (x - x.amax(-1, keepdim=True)) / temperature  # at most 0: exp cannot overflow
         if self.top_k:
             best = x.topk(min(self.top_k, x.shape[-1])).values
             kth = best.gather(-1, (value("top_k").clamp(1, best.shape[-1]) - 1).expand(*x.shape[:-1], 1))

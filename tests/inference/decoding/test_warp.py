@@ -103,6 +103,22 @@ def test_a_token_on_the_bound_of_min_p_is_kept() -> None:
     assert torch.equal(found > 0, transformers_law(logits, how, [[0]]) > 0) and (found > 0).tolist() == [[True, True, True, False]]
 
 
+def test_a_token_on_the_bound_of_top_p_is_dropped() -> None:
+    logits, how = torch.zeros(1, 4, dtype=torch.float64), SamplingParams(0.5, top_p=0.5)  # probabilities of exactly a quarter
+    found = LogitsWarper.of([how]).target(logits[None])[0]
+    assert int((found > 0).sum()) == int((transformers_law(logits, how, [[0]]) > 0).sum()) == 2
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-40, 1e-46, 5e-324])
+def test_a_temperature_near_zero_takes_the_likeliest_token(temperature: float) -> None:
+    """Also one that fp32 rounds to 0, alone and beside a greedy sequence."""
+    logits = torch.randn(2, R, V, generator=torch.Generator().manual_seed(0)) * 30
+    for dtype in (torch.float32, torch.float64):
+        for hows in ([SamplingParams(temperature)] * 2, [SamplingParams(temperature), SamplingParams()]):
+            p = LogitsWarper.of(hows).target(logits.to(dtype))
+            assert torch.equal(p, torch.nn.functional.one_hot(logits.argmax(-1), V).to(dtype))
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(parent_lists(), min_size=1, max_size=3), st.randoms(use_true_random=False))
 def test_what_a_row_has_seen_equals_a_naive_loop(batch: list[list[int]], random: Any) -> None:

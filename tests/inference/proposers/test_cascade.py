@@ -83,6 +83,8 @@ def test_the_chain_is_the_drafters_own(small: str) -> None:
     cascade = Cascade(drafter, small_ones(drafter)[small])
     cascade.start(context, 256)
     cascade.absorb(roots_of_text(TEXT[::-1], 0, 20))
+    if small != "wrong":  # which knows the answers to this text alone
+        assert len(cascade.follow([], 2)) == 2  # now the roots are in its memory
     cascade.start(context, 256)  # it forgets the sequence before
     for first, stop in zip(CUTS, CUTS[1:], strict=False):
         cascade.absorb(roots_of_text(TEXT, first, stop))
