@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
@@ -101,8 +103,10 @@ def test_it_can_go_on_from_what_it_did_not_say() -> None:
     drafter = DRAFTER("llama")
     cascade = Cascade(drafter, Suffix())
     cascade.start(Context(TARGET("llama"), ()), 256)
-    cascade.absorb(roots_of_text(TEXT, 0, 20))
+    cascade.absorb(replace(roots_of_text(TEXT, 0, 20), states={3: torch.zeros(1, 20, 32)}))  # which another part of a union reads
     assert cascade.follow([], 0) == []
+    with pytest.raises(UserError, match="the rule block verifies chains"):
+        cascade.propose(TreePolicy(), CounterRNG.of(), SamplingParams(1.0, rule="block"))
     assert cascade.follow(TEXT[21:25], 5) == alone(drafter, 24, 5) != cascade.follow([], 5) == alone(drafter, 20, 5)
 
 
