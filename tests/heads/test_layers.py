@@ -73,6 +73,10 @@ def test_slots_equal_growing_memory() -> None:
         growing.rewind(keep)
         slots.rewind(keep)
         assert growing.rows() == slots.rows() == keep
+    for memory in (growing, slots):  # another layer, which has not read as much
+        memory.write(1, *torch.randn(2, 1, 2, 3, 4))
+        memory.rewind(7)
+        assert memory.rows(0) == 7 and memory.rows(1) == 3
     more = torch.randn(1, 2, 300, 4)
     assert torch.equal(torch.cat([x[0] for x in growing.write(0, more, more)], dim=2), slots.write(0, more, more)[0][0])  # it grows
 

@@ -75,13 +75,15 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", [pytest.param(each, marks=() if each in FEW else pytest.mark.slow) for each in FAMILIES])
 def test_the_files_say_what_the_model_says(family: str, tied: bool, tmp_path: Path) -> None:
-    folder = str(save(tmp_path, family, tie_word_embeddings=tied))
+    folder, weights = str(save(tmp_path, family, tie_word_embeddings=tied)), set[str]()
     for dtype in ("auto", "bfloat16"):
         how = {"dtype": dtype, "device": "cpu", "attention": "eager"}
         found = StoredTarget(folder, **how)
+        weights.add(found.fingerprint["weights"])
         check_same(found, Target.load(folder, **how))  # type: ignore[arg-type]
         same_table = found.ends.embed.weight.data_ptr() == found.ends.head_VD.data_ptr()
         assert same_table == (tied and not found.ends.scaled)  # once in memory
+    assert len(weights) == 1  # it is the same target in every dtype
 
 
 @pytest.mark.parametrize(("wrapper", "family"), [("gemma3", "gemma3_text"), ("llama4", "llama4_text")])
