@@ -22,7 +22,7 @@ from headstart.inference.decoding.fixed import FixedMemory
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.rounds import Kind
-from headstart.inference.decoding.row import Row, in_common
+from headstart.inference.decoding.row import ALIKE, Row, in_common, shared_by
 from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.verify import RULES
 from tests.drafters import FEW, FEW_HEADS, HEADS, depth_of, everywhere, learn_by_heart, make, random_tokens
@@ -299,6 +299,27 @@ def test_rows_that_say_the_same_are_not_the_same() -> None:
     long = list(range(2000))
     for n in (0, 5, 511, 512, 513, 1999, 2000):
         assert in_common(long, [*long[:n], -1, *long]) == in_common([*long[:n], -1], long) == n
+
+
+def test_a_beginning_is_copied_from_a_row_that_has_read_it() -> None:
+    text = [*range(100)]
+
+    def row(shared: int, read: int, follow: bool = True) -> Row:
+        """Its prompt shares this many tokens with ``new``."""
+        return Row(prompt=[*text[:shared], -1, *text], read=read, follow=follow)
+
+    new, none = Row(prompt=[*text[:60], -2]), (False, None, 0)
+    less, more, alone = row(40, 141), row(60, 161), row(60, 161, follow=False)  # ``alone``: its drafter has not read it
+    assert shared_by(new, [new], [], True) == none
+    assert shared_by(new, [less, new, more], [], True) == shared_by(new, [more, less], [], True) == (False, more, 59)  # all but the last
+    assert shared_by(new, [less, alone], [], True) == (False, less, 39) and shared_by(new, [less, alone], [], False) == (False, alone, 59)
+    assert shared_by(new, [row(60, 0)], [], True) == none
+    # it waits for one that will soon have read what they share, not for one that has read it and goes on
+    unread, begun, onward = row(40, 0), row(40, 39), row(40, 40)
+    assert shared_by(new, [unread], [unread], True) == shared_by(new, [more, begun], [], True) == (True, None, 0)
+    assert shared_by(new, [onward], [], True) == (False, onward, 39) and shared_by(new, [row(ALIKE, 1)], [], True) == (True, None, 0)
+    least, fewer = row(ALIKE, 150), row(ALIKE - 1, 150)
+    assert shared_by(new, [least], [], True) == (False, least, ALIKE - 1) and shared_by(new, [fewer], [fewer], True) == none
 
 
 def test_only_rows_that_have_something_to_give_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
