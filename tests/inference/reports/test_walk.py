@@ -15,7 +15,7 @@ from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.sampling import SamplingParams
-from headstart.inference.reports.expected import expected_walk
+from headstart.inference.reports.expected import chance_ratio, expected_walk
 from headstart.inference.reports.walk import Walk, walk, walk_rows
 from tests.drafters import FEW_HEADS, HEADS, depth_of, learn_by_heart, make, random_tokens
 from tests.tiny_targets import tiny_target
@@ -149,3 +149,25 @@ def test_at_temperature_1_a_walk_lies_between_its_bounds(head: str) -> None:
     text = generate(target, None, random_tokens(9, 0), new_tokens=24, sampling=SamplingParams(1.0, seed=5)).tokens
     walked = expected_walk(target, drafter, random_tokens(9, 0), text, 4, SamplingParams(1.0))
     assert walked.tokens == pytest.approx(23) and 1 < walked.expected_length < 5
+
+
+def test_on_a_chain_traversal_is_the_block_rule() -> None:
+    """Both weigh a path as a whole; the token rule accepts less."""
+    target = TARGET()
+    drafter, prompt = make("eagle", target), random_tokens(9, 0)
+    text = generate(target, None, prompt, new_tokens=24, sampling=SamplingParams(1.0, seed=0)).tokens
+    token, block, traversal, auto = (
+        expected_walk(target, drafter, prompt, text, 4, SamplingParams(1.0, rule=rule)) for rule in ("token", "block", "traversal", "auto")
+    )
+    assert block == traversal == auto and block.expected_length > token.expected_length + 1e-6
+
+
+@pytest.mark.parametrize(("how", "kept"), [({}, [0, 1, 2, 3]), ({"top_k": 2}, [0, 1]), ({"top_p": 0.7}, [0, 1])])
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_a_chance_is_a_ratio_of_filtered_probabilities(temperature: float, how: dict[str, float], kept: list[int]) -> None:
+    """Of both sides, as decoding filters them: the draft's likeliest two are tokens 0 and 1, the target's 1 and 0."""
+    q, p = torch.tensor([1.0, 0.8, -0.6, -0.7]), torch.tensor([0.5, 0.9, -0.8, -0.4])
+    mine, theirs = ((x[kept] / temperature).softmax(0).tolist() for x in (q, p))
+    x_N = torch.tensor(kept)
+    found = chance_ratio(q.expand(len(kept), -1), p.expand(len(kept), -1), x_N, SamplingParams(temperature, **how))  # type: ignore[arg-type]
+    assert found.tolist() == pytest.approx([a / b for a, b in zip(mine, theirs, strict=True)], rel=1e-5)
