@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,24 +34,38 @@ def made(emitted: list[int], seconds: float) -> Any:
 def test_they_are_those_of_all_sets_that_can_be_drawn(prompts: int) -> None:
     rng = np.random.default_rng(prompts)
     drafted = [made(rng.integers(1, 6, rng.integers(3, 30)).tolist(), rng.uniform(1, 2)) for _ in range(prompts)]
-    plain = [made([1] * (len(d.tokens) - 1), rng.uniform(2, 3)) for d in drafted]
+    plain = [made([1] * int(rng.integers(20, 60)), rng.uniform(2, 3)) for _ in range(prompts)]  # which stopped elsewhere
     every = list(itertools.product(range(prompts), repeat=prompts))  # equally likely
-    figures = {
+
+    def speed(runs: list[Any], some: Sequence[int]) -> float:
+        return float(sum(len(runs[i].tokens) for i in some) / sum(runs[i].seconds for i in some))
+
+    def share(depth: int, some: Sequence[int]) -> float:
+        rounds = [n for i in some for n in drafted[i].emitted]
+        return sum(n > depth for n in rounds) / len(rounds)  # so many guesses, and the target's own token
+
+    figures: dict[str, Callable[[Sequence[int]], float]] = {
         "accepted_length": lambda s: sum(sum(drafted[i].emitted) for i in s) / sum(len(drafted[i].emitted) for i in s),
-        "speedup": lambda s: sum(plain[i].seconds for i in s) / sum(drafted[i].seconds for i in s),  # of as many tokens
+        "speedup": lambda s: speed(drafted, s) / speed(plain, s),
+        **{f"depth {d}": functools.partial(share, d) for d in (1, 2, 3)},
     }
-    found = intervals(drafted, plain, 3)
+    whole = intervals(drafted, plain, 3)
+    found = whole | {f"depth {d}": pair for d, pair in enumerate(whole["acceptance_by_depth"], start=1)}
     for key, figure in figures.items():
         values = sorted(figure(some) for some in every)
         low, high = found[key]
         for share, edge in ((0.025, low), (0.975, high)):  # 2,000 sets: a quantile's share is known to within 0.02
             near = [values[min(int(len(values) * min(max(share + off, 0), 1)), len(values) - 1)] for off in (-0.02, 0.02)]
             assert near[0] - 1e-3 <= edge <= near[1] + 1e-3, key
-        whole = figure(range(prompts))
-        assert low <= whole <= high
-    shares = found["acceptance_by_depth"]
-    assert len(shares) == 3 and all(0 <= low <= high <= 1 for low, high in shares)
-    assert found == intervals(drafted, plain, 3), "the same for the same"
+        assert low <= figure(range(prompts)) <= high
+    assert len(whole["acceptance_by_depth"]) == 3 and whole == intervals(drafted, plain, 3), "the same for the same"
+
+
+def test_sets_of_prompts_without_a_round_tell_no_length() -> None:
+    """Two texts that ended at once, and one with rounds of 2 and 4 tokens: every set that has a length has that of the one."""
+    texts = [made([], 1.0), made([2, 4], 2.0), made([], 1.0)]
+    found = intervals(texts, texts, 2)
+    assert found["accepted_length"] == [3, 3] and found["acceptance_by_depth"] == [[1, 1], [0.5, 0.5]]
 
 
 def test_more_prompts_make_them_narrower_and_one_makes_none() -> None:
