@@ -17,6 +17,7 @@ from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.reports import prior
+from headstart.inference.reports.walk import Walk
 from headstart.inference.speculator import open_speculator
 from tests.drafters import make, random_tokens
 from tests.tiny_targets import tiny_target
@@ -50,6 +51,7 @@ def test_what_was_written_is_read_and_belongs_to_the_weights(folder: Path) -> No
         "[" * 100_000,
         '{"weights": WEIGHTS}',
         '{"weights": WEIGHTS, "temperature_0": [0.5], "temperature_1": [1.5]}',
+        '{"weights": WEIGHTS, "temperature_0": [], "temperature_1": [0.5]}',
         '{"weights": WEIGHTS, "temperature_0": [0.5], "temperature_1": "x"}',
     ],
 )
@@ -74,6 +76,8 @@ def test_texts_that_end_at_once_say_nothing_of_a_drafter(folder: Path) -> None:
     shares = prior.measure(target, make("eagle", target), [random_tokens(9, seed=0)])
     prior.write(folder, shares)
     assert shares == {} and prior.read(folder) == {}
+    prior.write(folder, {False: [0.5]})  # what was measured at one temperature alone could not be read
+    assert prior.read(folder) == {}
 
 
 @torch.no_grad()
@@ -113,3 +117,23 @@ def test_auto_begins_with_what_the_folder_says(monkeypatch: pytest.MonkeyPatch) 
     for sampled in (False, True):
         assert auto_of(AUTO, target, Drafting(drafter), SamplingParams(float(sampled)), generate).prior == SHARES[sampled]
     assert known_of(target, drafter)
+
+
+def test_shares_are_smoothed_sums_over_the_first_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each temperature by itself, over texts that the target said at it, as long as its context allows."""
+    target, prompts = tiny_target(), [random_tokens(n, seed=n) for n in (230, 9, 5)]
+    monkeypatch.setattr(prior, "PROMPTS", 2)
+    walked = list[tuple[float, list[int], int]]()
+
+    def walk(_: Target, __: object, prompt: list[int], said: list[int], depth: int, how: SamplingParams) -> Walk:
+        assert list(said) == generate(target, None, prompt, new_tokens=len(said), sampling=how).tokens and depth == 2
+        walked.append((how.temperature, list(prompt), len(said)))
+        return Walk(10.0, 12.0, [6.0, 1.0], [9.0, 4.0]) if how.temperature else Walk(10.0, 20.0, [8.0, 6.0], [10.0, 8.0])
+
+    monkeypatch.setattr(prior, "DEPTH", 2)
+    monkeypatch.setattr(prior, "expected_walk", walk)
+    found = prior.measure(target, make("eagle", target), prompts)
+    assert walked == [(t, prompt, min(128, 256 - len(prompt))) for t in (0.0, 1.0) for prompt in prompts[:2]]
+    cold, warm = 28 / 36, 14 / 26  # four guesses more at each depth, right at the share over all depths
+    assert found[False] == pytest.approx([(16 + 4 * cold) / 24, (12 + 4 * cold) / 20])
+    assert found[True] == pytest.approx([(12 + 4 * warm) / 22, (2 + 4 * warm) / 12])
