@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from headstart.data import arrow, plain, regenerated, source
+from headstart.data import text as text_module
 from headstart.data.capture import capture
 from headstart.data.packed import Packed
 from headstart.data.source import open_source
@@ -77,6 +78,14 @@ def test_what_is_held_out_is_drawn_by_the_seed(corpus: Path) -> None:
     for seed, held in enumerate(draws):
         train = read(corpus, seed)[0]
         assert len(held) == 2 and not {t.name for t in train} & {t.name for t in held}  # a twentieth of the characters, in whole documents
+
+
+def test_of_a_large_corpus_no_more_is_held_out_than_is_of_use(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A twentieth of it would be two texts."""
+    whole = read(corpus)[1]
+    monkeypatch.setattr(text_module, "MOST_HELD", len(whole[0].text) // 2)
+    train, held = read(corpus)
+    assert len(held) == 1 and held[0] in whole and len(train) == 29
 
 
 @pytest.mark.parametrize("layout", ["paragraphs", "lines", "one line", "no spaces"])
