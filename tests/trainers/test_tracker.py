@@ -307,6 +307,12 @@ def test_who_is_logged_in_to_wandb(server: str, tmp_path: Path, monkeypatch: pyt
 
 def test_the_best_of_a_number_is_the_better_one() -> None:
     assert [best_of(f"train/{name}") for name in ("loss", "target_kl", "expected_length")] == ["min", "min", "max"]
+    better = {
+        "heldout/loss": "min", "heldout/loss_depth/2": "min", "heldout/depth/2/accuracy": "max", "train/depth/1/acceptance": "max",
+        "train/loss_depth/1": "min", "decode/T0/speedup": "max", "decode/c": "min", "decode/v": "min", "speed/mfu": "mean",
+        "system/memory_gib": "max",
+    }  # fmt: skip
+    assert {name: best_of(name) for name in better} == better
     assert metrics.__doc__ is not None and all(name in metrics.__doc__ for name in ("target_kl", "on_policy_acceptance"))
 
 
@@ -341,6 +347,9 @@ def test_the_clock_puts_seconds_where_they_went(monkeypatch: pytest.MonkeyPatch)
     made = clock.figures("a")
     assert [made[f"speed/{part}_share"] for part in ("data", "target", "step")] == pytest.approx([0.3, 0.6, 0.1])
     assert made["speed/tokens_per_second"] == pytest.approx(50) and made["system/memory_gib"] > 0.05
+    usage = SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda _: SimpleNamespace(ru_maxrss=3 << 20))  # on Linux in KiB
+    monkeypatch.setattr("headstart.trainers.clock.resource", usage)
+    assert clock.figures("c")["system/memory_gib"] == 3
     assert clock.figures("b")["speed/data_share"] == 1 and clock.figures("a")["speed/tokens_per_second"] == 0  # since it was last asked
 
 
