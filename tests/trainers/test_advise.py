@@ -176,3 +176,53 @@ def test_the_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert call("inference advise", ["report=nowhere"], tmp_path, monkeypatch) == 2
     with pytest.raises(UserError, match="gpu must be one of"):
         advise.advise(CONF | {"gpu": "none"})
+
+
+@pytest.mark.parametrize(
+    "name, chosen", [("qwen3_30b_a3b", 8 / 128), ("mixtral_8x7b", 2 / 8), ("gpt_oss_20b", 4 / 32), ("deepseek_v3", 8 / 256)]
+)
+def test_the_share_of_experts_that_a_token_uses(name: str, chosen: float) -> None:
+    """From the published configs."""
+    _, target = advise.target_of(composed(f"target={name}", door="advise")["target"])
+    assert target.chosen == pytest.approx(chosen, rel=1e-6)
+    assert target.active == pytest.approx((target.dense + chosen * target.experts) / advise.BF16)
+
+
+def test_a_table_that_is_embedding_and_head_is_read_as_the_head() -> None:
+    """SmolLM2 has 134.5 million weights, all of which every pass reads."""
+    _, target = advise.target_of(composed("target=smollm2_135m", door="advise")["target"])
+    assert target.dense == 2 * target.active == pytest.approx(2 * 134.5e6, rel=1e-3) and target.table == 0
+
+
+@pytest.mark.parametrize(("head", "layers", "own"), [("eagle", 1, True), ("mtp", 1, False), ("dflash", 5, False), ("medusa", 0, True)])
+def test_what_a_drafter_reads(head: str, layers: int, own: bool) -> None:
+    """All its weights, the target's output head where it has none of its own, and a KV cache of its layers."""
+    shape, _ = advise.target_of(CONF["target"])
+    drafter, model = advise.drafter_of(head, shape)
+    weights = sum(p.numel() for p in drafter.parameters()) + (0 if own else 128256 * 4096)
+    assert (model.dense, model.active) == (2 * weights, weights)
+    assert model.held(100) == 100 * layers * 2 * 8 * 128 * 2
+
+
+def test_a_drafter_runs_on_one_gpu_however_many_the_target_has() -> None:
+    """Of twice as many GPUs a plain pass takes half the time, so that drafting costs twice as many of them."""
+    shape, target = advise.target_of(CONF["target"])
+    drafter, own = advise.drafter_of("dflash", shape)
+    gpu = Gpu(80e9, 989e12, 3.35e12)
+    one, two = (advise.choose("dflash", drafter, own, target, [0.7], (gpu, gpus, 1, 2048)) for gpus in (1, 2))
+    assert two.draft == pytest.approx(2 * one.draft) and two.verify == pytest.approx(one.verify)
+    for found in (one, two):
+        round_ = found.verify + found.draft
+        assert found.speedup == pytest.approx((found.tau / (round_ + 0.4), found.tau / (round_ + 0.05))), "the slower engine first"
+
+
+def test_the_drafter_that_gains_most_is_advised_at_each_load(capsys: pytest.CaptureFixture[str]) -> None:
+    config = CONF | {"sequences": [1, 16], "gpus": 2}
+    known, _ = advise.acceptances(None, config["published"], config["task"])
+    shape, target = advise.target_of(config["target"])
+    made = {head: advise.drafter_of(head, shape) for head in known}
+    for best in advise.advise(config):
+        load = (advise.gpu_of(config["gpu"]), 2, best.sequences, config["context"])
+        each = [advise.choose(head, *made[head], target, rates, load) for head, rates in known.items()]
+        assert best == max(each, key=lambda choice: sum(choice.speedup)) and len(each) > 2
+    assert "take 16 of 160 GB: room for about" in capsys.readouterr().out
