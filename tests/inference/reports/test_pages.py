@@ -20,7 +20,7 @@ from headstart.inference.reports.report import Report, Round
 from headstart.inference.reports.report_page import lead, report_page, sentence
 from headstart.inference.reports.style import STYLE
 from headstart.inference.reports.summary import summary
-from headstart.inference.reports.verdict import advice, as_served, headline
+from headstart.inference.reports.verdict import advice, as_served, headline, rests
 from tests.pages import HOSTILE, Page, a_shown_report
 from tests.reports import a_report, a_row, figures
 
@@ -280,6 +280,16 @@ def test_each_is_judged_as_it_is_served() -> None:
     assert headline([unsure]).endswith("0.90 to 1.30. These prompts do not tell it apart from plain decoding.")
     assert headline([a_row("sure", 0, speedup_interval=[1.7, 1.9]), a_row("b", 0, speedup=1.75)]).endswith("do not tell it apart from b.")
     assert headline([unsure, unsure | {"name": "b", "speedup": 1.0}]).endswith("do not tell it apart from b and plain decoding.")
+
+
+def test_each_temperature_rests_by_itself() -> None:
+    """At temperature 0 decode=auto leaves guessing out, at 1 it gains."""
+    measured = {"auto_speedup": 1.4, "t0_auto": 1.0, "auto_t1_speedup": 1.3, "auto_t1_speedup_interval": [1.2, 1.4], "t1_auto": 2.0}
+    row = a_row("half", 0, speedup=0.5, **measured)
+    served = as_served(row)
+    assert (served["speedup"], served["speedup_interval"]) == (1.0, None)
+    assert (served["t1_speedup"], served["t1_speedup_interval"]) == (1.3, [1.2, 1.4])
+    assert [rests(row, key) for key in ("speedup", "auto_speedup", "auto_t1_speedup", "t1_speedup")] == [False, True, False, False]
 
 
 def test_no_speed_is_claimed_where_nothing_is_drafted() -> None:
