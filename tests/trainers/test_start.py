@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from headstart.heads import hub
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.target import Target
 from headstart.trainers.run import run
-from headstart.trainers.start import check_start, open_start, trained_drafter
+from headstart.trainers.start import check_start, first_drafter, open_start, trained_drafter
 from tests.drafters import HEADS, arguments, fresh, make
 from tests.tiny_targets import tiny_target
 from tests.trainers.conftest import equal, weights
@@ -102,3 +103,23 @@ def test_a_run_does_not_start_from_what_it_writes(composed, overrides, tmp_path)
     with pytest.raises(UserError, match="this very run"):
         run(**composed(*overrides, f"trainer.start={tmp_path / 'run' / 'speculator'}"))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_fresh_drafter_is_that_of_its_seed_and_begins_with_the_targets_head():
+    """Whatever was drawn before it, and by whom; so is the random state that its training begins with."""
+    target = tiny_target()
+
+    def first(seed, **more):
+        torch.rand(3)
+        own = {"head": {"name": "eagle", **arguments("eagle"), **more}, "trainer": {"seed": seed, "start": None, "resume": True}}
+        return first_drafter("", own, target, SimpleNamespace(counts=lambda: counts), [])
+
+    counts = torch.ones(target.shape.vocab_size)
+    counts[[7, 50, 3]] = 9.0
+    (one, state), (again, same), (other, another) = first(1), first(1), first(2)
+    assert equal(one.state_dict(), again.state_dict()) and equal(state, same)
+    assert not equal(one.state_dict(), other.state_dict()) and not equal(state, another)
+    assert torch.equal(one.lm_head.weight, target.ends.head_VD)
+    (trimmed, _) = first(1, draft_vocab=3)
+    assert trimmed.unembedding(1).ids_V.tolist() == [3, 7, 50], "the most frequent tokens of the data"
+    assert torch.equal(trimmed.lm_head.weight, target.ends.head_VD[[3, 7, 50]])
