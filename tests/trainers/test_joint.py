@@ -91,6 +91,22 @@ def test_without_its_adapter_it_is_the_original(target: Target) -> None:
     assert ours - shared == {p.data_ptr() for p in learner.lora.values()} and shared <= ours
 
 
+def test_the_adapter_adds_alpha_over_rank_of_its_product_and_does_not_decay(target: Target) -> None:
+    """W x + alpha / r B A x (2106.09685, section 4.1), in every module that is named."""
+    learner, seen = joint(target), 0
+    disturb(learner)
+    for module in learner.target.model.modules():
+        if hasattr(module, "get_delta_weight"):
+            a, b, x = module.lora_A["default"].weight, module.lora_B["default"].weight, torch.randn(3, module.in_features)
+            wanted = module.get_base_layer()(x) + LORA["alpha"] / LORA["rank"] * x @ a.T @ b.T
+            torch.testing.assert_close(module(x), wanted)
+            seen += 1
+    assert seen == 2 * target.shape.layers
+    (optimizer,) = learner.optimizers((0.9, 0.95))
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["weight_decay"], len(group["params"])) == (LORA["lr"], 0.0, 2 * seen)
+
+
 def test_how_far_the_target_has_moved_is_over_all_rows_of_a_step(target: Target) -> None:
     """Not over its last micro-batch's."""
     learner = joint(target).train()
@@ -140,6 +156,23 @@ def test_the_divergence_in_chunks() -> None:
     wanted = float((log_p.exp() * (log_p - log_q)).sum())
     assert [float(divergence(p, q, ends, chunk)) for chunk in (1, 3, 100)] == [pytest.approx(wanted, rel=1e-4)] * 3
     assert float(divergence(p[:0], q[:0], ends, 3)) == 0
+
+
+@torch.no_grad()
+def test_how_far_two_targets_are_apart_over_prompts(target: Target) -> None:
+    """Per position that a token follows: the divergence, and how often the likeliest token is another. Whatever fits into a chunk."""
+    changed, prompts = Target(tiny_target().model, name="changed"), [[5, 6, 7, 8, 9], [3, 1, 4, 1, 5, 9, 2, 6]]
+    for p in changed.layers.parameters():  # an adapter leaves embedding and output head as they are
+        p += 0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
+    each = [[F.log_softmax(m.model(torch.tensor([prompt])).logits[0, :-1], -1) for m in (target, changed)] for prompt in prompts]
+    log_p, log_q = (torch.cat(side) for side in zip(*each, strict=True))
+    wanted = {
+        "kl": float((log_p.exp() * (log_p - log_q)).sum(-1).mean()),
+        "other_token": float((log_p.argmax(-1) != log_q.argmax(-1)).float().mean()),
+    }
+    for chunk in (3, 100):
+        assert how_changed(target, changed, [], prompts, chunk) == pytest.approx(wanted, rel=1e-3)
+    assert 0 < wanted["other_token"] < 1 and wanted["kl"] > 0.01
 
 
 def test_what_is_evaluated_is_judged_by_the_adapted_target(target: Target) -> None:
