@@ -105,10 +105,21 @@ def test_tools_and_their_calls() -> None:
         {"conversations": [{"from": name, "value": value} for name, value in sharegpt], "tools": json.dumps(TOOLS)},
         {"messages": [CALLS[0], {"role": "assistant", "content": None, "function_call": json.loads(flat)}, *CALLS[2:]], "tools": TOOLS},
     ]
+    ways.append({"conversations": [*ways[2]["conversations"][:2], {"from": "function_response", "value": "rain"}, TALK[1]], "tools": TOOLS})
     for row in ways:
         assert talk_of(row) == (CALLS, TOOLS)
     empty = [{**message, "tool_calls": None, "function_call": {}} for message in TALK]  # as tables of columns fill them
     assert talk_of({"messages": empty, "tools": "[]"}) == (TALK, None)
+
+
+def test_calls_and_their_results_keep_what_joins_them() -> None:
+    """Templates write the id of a call, and the name and id with which its result answers it. Anything but text is left out."""
+    call, result = CALL | {"id": "call_1"}, {"role": "tool", "content": "rain", "name": "weather", "tool_call_id": "call_1"}
+    (_, called, answered, _), _ = talk_of({"messages": [CALLS[0], {**CALLS[1], "tool_calls": [call]}, result, TALK[1]]})
+    assert called["tool_calls"] == [call] and answered == result
+    odd = {**result, "name": None, "tool_call_id": 5}
+    (_, called, answered, _), _ = talk_of({"messages": [CALLS[0], {**CALLS[1], "tool_calls": [CALL | {"id": 7}]}, odd, TALK[1]]})
+    assert called["tool_calls"] == [CALL] and answered == {"role": "tool", "content": "rain"}
 
 
 @pytest.mark.parametrize(
@@ -257,6 +268,7 @@ def test_presets_are_in_the_help_and_read_what_they_say(monkeypatch: pytest.Monk
         chat.conversations(talk_of, path=name, on_bad="error", **{**settings, "split": "test[:2]"})  # type: ignore[arg-type]
         assert asked[-1] == (known.path, "test[:2]")
     assert forms.preset("someone/else", "a", "b", ["c"]) == ("someone/else", "a", "b", ("c",))
+    assert forms.preset("sharegpt", "train", "", ["mine"]).columns == ("mine",), "what is given goes before"
 
 
 def test_rows_of_tokens(target: Any, tmp_path: Path) -> None:
