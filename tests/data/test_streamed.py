@@ -187,3 +187,19 @@ def test_plain_text(target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         with pytest.raises(UserError, match=says):
             check_source({**given, **wrong})
             open_source({**given, **wrong}, target, length=64, seed=0)
+
+
+@pytest.mark.parametrize("name", ["file", "someone/tokens"])
+def test_a_limit_counts_from_the_beginning(name: str, given: Any, target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are held out are among the first ones; beyond the limit nothing is read. A bad row is told of by its number."""
+    import datasets
+
+    rows = [json.loads(line) for line in Path(given["path"]).read_text().splitlines()]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.IterableDataset.from_generator(lambda: iter(rows)))
+    if name != "file":
+        given |= {"path": name, "split": "train"}
+    source = opened({**given, "limit": 40}, target)
+    assert source.held_out is not None and set(source.held_out.tokens_RT.reshape(-1).tolist()) == set(range(1, 9))
+    assert set(torch.cat(tokens(source, 40, 3, 0, 0, 1))[:, 0].tolist()) == set(range(9, 41)) - {21}
+    with pytest.raises(UserError, match=r"tokens\.jsonl line 21: not tok" if name == "file" else r"^someone/tokens row 21: not tok"):
+        tokens(opened({**given, "on_bad": "error"}, target), 20)
