@@ -18,7 +18,7 @@ from headstart.heads.errors import UserError
 from headstart.inference.decoding.target import Target
 from headstart.trainers import checkpoint, gate, trainer
 from headstart.trainers.metrics import read_metrics
-from headstart.trainers.patience import DECODED, EXPECTED, Patience
+from headstart.trainers.patience import DECODED, EXPECTED, Patience, too_much
 from headstart.trainers.run import run
 from tests.drafters import HEADS
 from tests.tiny_targets import tiny_target
@@ -69,6 +69,21 @@ def test_it_is_over_when_nothing_became_better_for_so_long() -> None:
     other = Patience(3)
     other.restore(never.state())
     assert other.state() == never.state() == {"by": DECODED, "best": 0.5, "step": 9, "since": 0}
+
+
+def test_patience_that_cannot_stop_a_training_early_is_named() -> None:
+    """As if nothing ever became better: whether it is over before the last step."""
+    for steps, every, patience in itertools.product(range(1, 14), range(1, 5), range(5)):
+        mine, judged = Patience(patience), [step for step in range(1, steps) if step % every == 0]
+        for step in judged:
+            mine.judge(EXPECTED, 1.0, step)
+        for said, what, key in (
+            (too_much(patience, steps, 0, every), "evaluations", "eval_every"),
+            (too_much(patience, steps, every, 1), "decodings", "decode_every"),
+        ):
+            assert (said == "") == (mine.over or not patience)
+            assert not said or f"takes {patience + 1} {what} at least, and before step {steps} there are {len(judged)}: lower" in said
+            assert not said or f"trainer.{key}={every}" in said
 
 
 def test_a_training_ends_with_a_checkpoint_and_goes_on_where_more_patience_is_given(
