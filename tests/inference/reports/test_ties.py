@@ -86,6 +86,11 @@ def test_what_a_rounding_cannot_explain_is_no_tie() -> None:
     eps, best = torch.finfo(torch.bfloat16).eps, float(gaps[0][0])
     assert found["gap"] == pytest.approx(float(gaps[0][0] - gaps[0][1]))
     assert moved + 0.99 * eps * best <= found["tolerance"] < found["gap"] <= 8 * eps * best
+    tokens = torch.tensor([text, text])
+    twice = target().logits(target().read(tokens, torch.arange(len(text)).expand(2, -1), ())[1])[0, -1].double()
+    shapes = [twice, *(logits(target(), text, rows) for rows in (0, 1, 2, 4, 8, 16) if rows < len(text))]
+    off = [float(x[said[len(begun)]] - x[second]) for x in shapes]
+    assert found["tolerance"] == pytest.approx(max(off) - min(off) + eps * float(shapes[1].abs().max()), rel=1e-5)
 
 
 def test_in_float32_nothing_is_a_tie() -> None:
