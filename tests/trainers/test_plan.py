@@ -290,6 +290,14 @@ def test_parts_that_can_be_said_by_hand() -> None:
     captured = plan(settings(*asked, "data=shards", "path=."))
     assert captured.memory["target"] == 2 * 2 * 128256 * 4096 and captured.flops["target"] == 0
     assert one.flops["target"] == pytest.approx(2 * (one.target_parameters - 2 * 128256 * 4096) * 8 * 4096, rel=0.1)
+    passes = sum(one.flops.values()) * 50000  # of an H100, which has 989e12 operations a second, 30 to 55% are reached
+    assert one.seconds == pytest.approx((passes / (0.55 * 989e12), passes / (0.3 * 989e12))) == eight.seconds
+    twice = plan(settings(*whole, "trainer.accumulate=2"))
+    assert twice.seconds == pytest.approx([2 * x for x in one.seconds]) and twice.tokens == 2 * one.tokens
+    assert one.memory["states of the target"] == 8 * 4096 * 4096 * 2 * 4, "of as many tokens, in 16 bits"
+    late = 4 * (trained - 128256 * 4096)  # all gradients but the output head's exist only behind the loss, except in a step's later passes
+    for several_passes in (twice, eight):
+        assert several_passes.memory["activations"] == one.memory["activations"] + late
     several = plan(settings(*whole) | {"arms": {name: {k: settings(*whole)[k] for k in ("head", "loss", "trainer")} for name in "ab"}})
     assert several.memory["moments"] == 2 * one.memory["moments"] and several.memory["activations"] == one.memory["activations"]
 
