@@ -17,30 +17,20 @@ may differ, and with it the rest of its chain or block.)
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks.frame import RESULTS, keep, parser
-from benchmarks.in_vllm import compare_guesses
+from benchmarks.chains import accepted_of, chains_of, compare_all, same_guesses
+from benchmarks.frame import parser
 from benchmarks.llama_cpp_side import Server, build_of, convert, guesses
-from headstart.data.source import open_source
-from headstart.heads.serving import serving
-from headstart.inference.decoding.decode import generate
-from headstart.inference.decoding.policy import TreePolicy
-from headstart.inference.decoding.propose import Drafting
-from headstart.inference.provenance import provenance
-from headstart.inference.settings import open_decode, open_target
-from headstart.inference.speculator import open_speculator
+from headstart.heads.serving import Command
 
 
 def ask(source: Path, program: Path, request: dict[str, Any]) -> dict[str, Any]:
@@ -74,60 +64,34 @@ def passes(tokens: Sequence[int], guessed: Sequence[Sequence[int]]) -> int:
     """The target's passes over one answer, without that over the prompt. Where one token is missing, llama.cpp verifies no guesses."""
     place = 1  # the first token comes from the prompt's own pass
     for each in guessed:
-        place += 1 + next((i for i, (guess, token) in enumerate(zip(each, tokens[place:], strict=False)) if guess != token), len(each))
+        place += 1 + accepted_of(each, tokens[place:])
     return len(guessed) + max(len(tokens) - place, 0)
 
 
-def asked_for(folder: Path, drafter: Any, target: str, depth: int) -> tuple[str, int]:
-    """The kind of drafting and the number of guesses, as the card has them. Raises RuntimeError where it has no command for llama.cpp."""
-    found = next((c for c in serving(drafter, target, str(folder), depth).commands if c.engine == "llama.cpp"), None)
-    if found is None:
-        raise RuntimeError("the card has no command for llama.cpp")
-    words = shlex.split(found.text)
-    return words[words.index("--spec-type") + 1], int(words[words.index("--spec-draft-n-max") + 1])
+def setting(command: Command, flag: str) -> str:
+    words = shlex.split(command.text)
+    return words[words.index(flag) + 1]
 
 
-def compare(run: Path, source: Path, program: Path, prompts: int | None, new_tokens: int | None) -> tuple[str, dict[str, Any]]:
+def compare(run: Path, args: Namespace) -> tuple[str, dict[str, Any]]:
     """Compare one run. Returns the name of its entry, and the entry."""
-    settings = json.loads((run / "config.json").read_text())
-    target = open_target(settings["target"] | {"dtype": "float32"})
-    drafter, folder = open_speculator(run / "speculator", target), (run / "speculator").resolve()
-    kind, depth = asked_for(folder, drafter, target.name, settings["decode"]["depth"])
-    given = {"prompts": prompts, "new_tokens": new_tokens}
-    settings["decode"] |= {key: value for key, value in given.items() if value is not None}
-    decoding, trainer = open_decode(settings["decode"]), settings["trainer"]
-    data = open_source(settings["data"], target, length=trainer["length"], seed=trainer["seed"])
-    asked = data.prompts(decoding.prompts, decoding.new_tokens)
-    how: dict[str, Any] = {"new_tokens": decoding.new_tokens, "policy": TreePolicy("chain", depth=depth), "sampling": decoding.sampling}
-    ours = [generate(target, Drafting(drafter), p, **how) for p in asked]
-    rounds = [n for g in ours for n in g.emitted]
-    longest = max(map(len, asked)) + decoding.new_tokens + 64  # llama.cpp drafts less near its length limit
-    theirs = ask(source, program, {
-        "target": target.name, "folder": str(folder), "type": kind, "guesses": depth, "new_tokens": decoding.new_tokens, "prompts": asked,
-        "longest": min(longest, target.shape.max_positions),
+    chains = chains_of(run, "llama.cpp", lambda command: int(setting(command, "--spec-draft-n-max")), args.prompts, args.new_tokens)
+    kind = setting(chains.command, "--spec-type")
+    theirs = ask(args.source, args.server, {
+        "target": chains.target.name, "folder": str(chains.folder), "type": kind, "guesses": chains.depth,
+        "new_tokens": chains.new_tokens, "prompts": chains.asked, "longest": chains.longest,
     })  # fmt: skip
-    pairs = zip(ours, theirs["tokens"], theirs["guesses"], strict=True)
-    compared, differing = map(sum, zip(*(compare_guesses(*each) for each in pairs), strict=True))
-    trimmed = drafter.config.get("draft_vocab")
-    other = "".join(f"_{key}" for key in ("norm_before_fc", "norm_before_residual") if drafter.config.get(key))
-    return drafter.config["head"] + (f"_vocabulary_{len(trimmed)}" if trimmed else "") + other, {
+    return chains.name, {
         "llama.cpp": theirs["version"],
         "type": kind,
-        "guesses": depth,
-        "prompts": len(asked),
-        "new_tokens": sum(map(len, theirs["tokens"])),
-        "train_steps": trainer["steps"],
+        "guesses": chains.depth,
         "target_passes_in_llama_cpp": sum(map(passes, theirs["tokens"], theirs["guesses"])),
-        "target_passes_here": len(rounds),
         "drafted_in_llama_cpp": theirs["drafted"],
         "accepted_in_llama_cpp": theirs["accepted"],
-        "accepted_here": sum(rounds) - len(rounds),
-        "guesses_compared": compared,
-        "guesses_that_differ": differing,
-        "prompts_with_the_same_tokens": sum(a.tokens == b for a, b in zip(ours, theirs["tokens"], strict=True)),
+        "accepted_here": sum(chains.passes) - len(chains.passes),
         "prompts_with_the_tokens_of_plain_llama_cpp": sum(map(list.__eq__, theirs["plain"], theirs["tokens"])),
-        **provenance(),
-    }  # fmt: skip
+        **chains.beside(theirs["tokens"], theirs["guesses"]),
+    }
 
 
 def same(entry: dict[str, Any]) -> bool:
@@ -136,40 +100,18 @@ def same(entry: dict[str, Any]) -> bool:
     return len(tokens) == 1 and entry["target_passes_in_llama_cpp"] == entry["target_passes_here"] and not entry["guesses_that_differ"]
 
 
-def row(name: str, entry: dict[str, Any]) -> list[str]:
-    return [name, entry["type"], str(entry["guesses"]), str(entry["target_passes_in_llama_cpp"]), str(entry["target_passes_here"]),
-            f"{entry['guesses_that_differ']:,} of {entry['guesses_compared']:,}",
-            f"{entry['prompts_with_the_same_tokens']} of {entry['prompts']}",
-            f"{entry['prompts_with_the_tokens_of_plain_llama_cpp']} of {entry['prompts']}"]  # fmt: skip
+def row(entry: dict[str, Any]) -> list[str]:
+    passes = (str(entry[f"target_passes_{where}"]) for where in ("in_llama_cpp", "here"))
+    plain = f"{entry['prompts_with_the_tokens_of_plain_llama_cpp']} of {entry['prompts']}"
+    return [entry["type"], str(entry["guesses"]), *passes, *same_guesses(entry), plain]
 
 
 def main() -> None:
     cli = parser(__doc__)
-    cli.add_argument("runs", type=Path, nargs="+", metavar="RUN")
     cli.add_argument("--source", type=Path, required=True, metavar="DIR", help="llama.cpp's source")
     cli.add_argument("--server", type=Path, required=True, metavar="PROGRAM", help="llama-server, built of it")
-    cli.add_argument("--prompts", type=int, help="as many as the run's own report, if not given")
-    cli.add_argument("--new-tokens", type=int, help="likewise")
-    cli.add_argument("--out", type=Path, default=RESULTS / "in_llama_cpp.json", help="entries of other heads in it stay")
-    args = cli.parse_args()
-    console, table, wrong = Console(), Table(title="the same chains in llama.cpp and here", title_justify="left"), []
-    for column in ("", "type", "guesses", "passes in llama.cpp", "here", "other guesses", "same tokens", "as plain"):
-        table.add_column(column, no_wrap=not column)
-    for run in args.runs:
-        console.print(f"{run} ...", highlight=False)
-        try:
-            name, entry = compare(run, args.source, args.server, args.prompts, args.new_tokens)
-        except Exception as e:  # the other runs are still compared
-            console.print(f"{run}: {e}", style="red", markup=False)
-            wrong.append(run.name)
-            continue
-        table.add_row(*row(name, entry))
-        wrong += [] if same(entry) else [run.name]
-        known = json.loads(args.out.read_text()) if args.out.is_file() else {}
-        keep(args.out, known | {name: entry})
-    console.print(table)
-    if wrong:
-        sys.exit(f"failed, or other tokens, passes or guesses: {', '.join(wrong)}")
+    columns = ("type", "guesses", "passes in llama.cpp", "here", "other guesses", "same tokens", "as plain")
+    compare_all(cli, "llama.cpp", "in_llama_cpp.json", columns, compare, row, same)
 
 
 if __name__ == "__main__":

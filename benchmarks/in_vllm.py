@@ -14,28 +14,19 @@ length is slightly higher; the passes are the same.)
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks.frame import RESULTS, keep, parser
+from benchmarks.chains import chains_of, compare_all, same_guesses
+from benchmarks.frame import parser
 from benchmarks.vllm_side import Vllm
-from headstart.data.source import open_source
-from headstart.heads.serving import serving
-from headstart.inference.decoding.decode import Generation, generate
-from headstart.inference.decoding.policy import TreePolicy
-from headstart.inference.decoding.propose import Drafting
-from headstart.inference.provenance import provenance
-from headstart.inference.reports.figures import acceptance, rounds_of
-from headstart.inference.settings import open_decode, open_target
-from headstart.inference.speculator import open_speculator
+from headstart.heads.serving import Command
+from headstart.inference.reports.figures import acceptance
 
 
 def ask(vllm: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -51,105 +42,47 @@ def ask(vllm: str, request: dict[str, Any]) -> dict[str, Any]:
             return engine.ask(request) | {"version": engine.version}
 
 
-def compare_guesses(made: Generation, tokens: list[int], guesses: list[list[int]]) -> tuple[int, int]:
-    """(guesses compared, those that differ) of one prompt, over the rounds that begin at the same token here and in vLLM. ``guesses``: of
-    vLLM, after each pass. The length of ours is compared, which ends where the text does.
-    """
-    ours, place = dict[int, list[int]](), 1  # the first token comes from the prompt's own pass
-    for each in rounds_of(made):
-        ours[place] = list(each.guesses)
-        place += len(each.tokens)
-    compared = differing = 0
-    place = 1
-    for theirs in guesses:
-        pairs = list(zip(ours.get(place, []), theirs, strict=False))
-        compared, differing = compared + len(pairs), differing + sum(a != b for a, b in pairs)
-        accepted = next((i for i, (guess, token) in enumerate(zip(theirs, tokens[place:], strict=False)) if guess != token), len(theirs))
-        place += accepted + 1
-    return compared, differing
+def depth_of(command: Command) -> int:
+    return int((command.speculative or {})["num_speculative_tokens"])
 
 
-def compare(run: Path, vllm: str, prompts: int | None, new_tokens: int | None) -> tuple[str, dict[str, Any]]:
+def compare(run: Path, args: Namespace) -> tuple[str, dict[str, Any]]:
     """Compare one run. Returns the name of its entry, and the entry."""
-    settings = json.loads((run / "config.json").read_text())
-    target = open_target(settings["target"] | {"dtype": "float32"})
-    drafter, folder = open_speculator(run / "speculator", target), (run / "speculator").resolve()
-    found = serving(drafter, target.name, str(folder), settings["decode"]["depth"])
-    speculative = next((c.speculative for c in found.commands if c.speculative), None)
-    if speculative is None:
-        raise RuntimeError(f"vLLM does not load this folder: {found.unserved or 'another engine does'}")
-    depth: int = speculative["num_speculative_tokens"]
-    asked_for = {"prompts": prompts, "new_tokens": new_tokens}
-    settings["decode"] |= {key: value for key, value in asked_for.items() if value is not None}
-    decoding, trainer = open_decode(settings["decode"]), settings["trainer"]
-    source = open_source(settings["data"], target, length=trainer["length"], seed=trainer["seed"])
-    asked = source.prompts(decoding.prompts, decoding.new_tokens)
-    how: dict[str, Any] = {"new_tokens": decoding.new_tokens, "policy": TreePolicy("chain", depth=depth), "sampling": decoding.sampling}
-    ours = [generate(target, Drafting(drafter), p, **how) for p in asked]
-    rounds = [n for g in ours for n in g.emitted]
-    longest = max(map(len, asked)) + decoding.new_tokens + 64  # vLLM stops drafting near its length limit
-    theirs = ask(vllm, {
-        "target": target.name, "speculative": speculative | {"model": str(folder)}, "new_tokens": decoding.new_tokens, "prompts": asked,
-        "stop": list(target.stop_ids), "longest": min(longest, target.shape.max_positions),
+    chains = chains_of(run, "vLLM", depth_of, args.prompts, args.new_tokens)
+    speculative = chains.command.speculative or {}
+    theirs = ask(args.vllm, {
+        "target": chains.target.name, "speculative": speculative | {"model": str(chains.folder)}, "new_tokens": chains.new_tokens,
+        "prompts": chains.asked, "stop": list(chains.target.stop_ids), "longest": chains.longest,
     })  # fmt: skip
-    pairs = zip(ours, theirs["tokens"], theirs["guesses"], strict=True)
-    compared, differing = map(sum, zip(*(compare_guesses(*each) for each in pairs), strict=True))
-    trimmed = drafter.config.get("draft_vocab")
-    other = "".join(f"_{key}" for key in ("norm_before_fc", "norm_before_residual") if drafter.config.get(key))
-    return drafter.config["head"] + (f"_vocabulary_{len(trimmed)}" if trimmed else "") + other, {
+    return chains.name, {
         "vllm": theirs["version"],
         "speculative_config": {key: value for key, value in speculative.items() if key != "model"},
-        "prompts": len(asked),
-        "new_tokens": sum(map(len, theirs["tokens"])),
-        "train_steps": trainer["steps"],
         "target_passes_in_vllm": theirs["drafts"],
-        "target_passes_here": len(rounds),
         "accepted_length_in_vllm": 1 + theirs["accepted"] / theirs["drafts"],
-        "accepted_length_here": sum(rounds) / len(rounds),
+        "accepted_length_here": sum(chains.passes) / len(chains.passes),
         "acceptance_by_depth_in_vllm": [n / theirs["drafts"] for n in theirs["accepted_by_depth"]],
-        "acceptance_by_depth_here": acceptance(ours, depth)["acceptance_by_depth"],
-        "guesses_compared": compared,
-        "guesses_that_differ": differing,
-        "prompts_with_the_same_tokens": sum(a.tokens == b for a, b in zip(ours, theirs["tokens"], strict=True)),
-        **provenance(),
-    }  # fmt: skip
+        "acceptance_by_depth_here": acceptance(chains.ours, chains.depth)["acceptance_by_depth"],
+        **chains.beside(theirs["tokens"], theirs["guesses"]),
+    }
 
 
-def row(name: str, entry: dict[str, Any]) -> list[str]:
-    return [name, entry["speculative_config"]["method"], str(entry["speculative_config"]["num_speculative_tokens"]),
-            str(entry["target_passes_in_vllm"]), str(entry["target_passes_here"]),
-            f"{entry['guesses_that_differ']:,} of {entry['guesses_compared']:,}",
-            f"{entry['prompts_with_the_same_tokens']} of {entry['prompts']}"]  # fmt: skip
+def same(entry: dict[str, Any]) -> bool:
+    """Whether tokens, passes and guesses are the same."""
+    tokens = entry["prompts_with_the_same_tokens"] == entry["prompts"]
+    return tokens and entry["target_passes_in_vllm"] == entry["target_passes_here"] and not entry["guesses_that_differ"]
+
+
+def row(entry: dict[str, Any]) -> list[str]:
+    asked = entry["speculative_config"]
+    passes = (str(entry[f"target_passes_{where}"]) for where in ("in_vllm", "here"))
+    return [asked["method"], str(asked["num_speculative_tokens"]), *passes, *same_guesses(entry)]
 
 
 def main() -> None:
     cli = parser(__doc__)
-    cli.add_argument("runs", type=Path, nargs="+", metavar="RUN")
     cli.add_argument("--vllm", required=True, help="the Python of an environment with vLLM")
-    cli.add_argument("--prompts", type=int, help="as many as the run's own report, if not given")
-    cli.add_argument("--new-tokens", type=int, help="likewise")
-    cli.add_argument("--out", type=Path, default=RESULTS / "in_vllm.json", help="entries of other heads in it stay")
-    args = cli.parse_args()
-    console, table, wrong = Console(), Table(title="the same chains in vLLM and here", title_justify="left"), []
-    for column in ("", "method", "guesses", "passes in vLLM", "here", "other guesses", "same tokens"):
-        table.add_column(column, no_wrap=not column)
-    for run in args.runs:
-        console.print(f"{run} ...", highlight=False)
-        try:
-            name, entry = compare(run, args.vllm, args.prompts, args.new_tokens)
-        except Exception as e:  # the other runs are still compared
-            console.print(f"{run}: {e}", style="red", markup=False)
-            wrong.append(run.name)
-            continue
-        table.add_row(*row(name, entry))
-        same = entry["prompts_with_the_same_tokens"] == entry["prompts"] and entry["target_passes_in_vllm"] == entry["target_passes_here"]
-        same = same and not entry["guesses_that_differ"]
-        wrong += [] if same else [run.name]
-        known = json.loads(args.out.read_text()) if args.out.is_file() else {}
-        keep(args.out, known | {name: entry})
-    console.print(table)
-    if wrong:
-        sys.exit(f"failed, or other tokens, passes or guesses: {', '.join(wrong)}")
+    columns = ("method", "guesses", "passes in vLLM", "here", "other guesses", "same tokens")
+    compare_all(cli, "vLLM", "in_vllm.json", columns, compare, row, same)
 
 
 if __name__ == "__main__":

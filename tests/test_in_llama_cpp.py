@@ -13,6 +13,7 @@ import torch
 from benchmarks import in_llama_cpp, llama_cpp_side
 from headstart.heads import hub
 from headstart.heads.base import TargetShape
+from headstart.heads.serving import serving
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
@@ -73,7 +74,7 @@ def test_each_head_is_asked_as_its_card_says(runs: dict[str, Path], tmp_path: Pa
     monkeypatch.setattr(sys, "argv", ["in_llama_cpp.py", *words])
     with pytest.raises(SystemExit, match=r"^failed, or other tokens, passes or guesses: norms, eagle_3_1$"):
         in_llama_cpp.main()
-    assert "the card has no command for llama.cpp" in " ".join(capsys.readouterr().out.split())
+    assert "llama.cpp does not load this folder" in " ".join(capsys.readouterr().out.split())
     assert [(r["type"], r["guesses"], r["new_tokens"]) for r in requests] == [("draft-eagle3", 2, 12)] * 2 + [("draft-dspark", 3, 12)]
     found = json.loads(out.read_text())
     assert found.keys() == {"dflash", "eagle_vocabulary_40", "eagle_norm_before_fc", "dspark"}
@@ -203,7 +204,8 @@ def test_the_experiment_is_of_drafters_that_llama_cpp_loads(composed: Any) -> No
             head["draft_vocab"] = list(range(head["draft_vocab"]))
         with torch.device("meta"):
             drafter = hub.build(head.pop("name"), shape, **head)
-        types[name], _ = in_llama_cpp.asked_for(Path("DIR"), drafter, "TARGET", 6)
+        command = next(c for c in serving(drafter, "TARGET", "DIR", 6).commands if c.engine == "llama.cpp")
+        types[name] = in_llama_cpp.setting(command, "--spec-type")
         if head.get("mask_token") is not None:  # bytes from 161 on stand for themselves in a byte-level vocabulary; UTF-8 has no 0xC0
             assert tokenizer.convert_ids_to_tokens(head["mask_token"]) == chr(0xC0)
     assert set(types.values()) == {"draft-eagle3", "draft-dflash", "draft-dspark", "draft-simple"} and len(types) == 9

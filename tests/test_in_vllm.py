@@ -133,4 +133,4 @@ def test_the_experiment_is_of_drafters_that_vllm_loads(composed: Any) -> None:
         methods[name] = asked[0]["method"]
         if head.get("mask_token") is not None:  # bytes from 161 on stand for themselves in a byte-level vocabulary; UTF-8 has no 0xC0
             assert tokenizer.convert_ids_to_tokens(head["mask_token"]) == chr(0xC0)
-    assert set(methods.values()) == {"eagle3", "eagle", "draft_model", "medusa", "dflash"} and len(methods) == 9
+    assert set(methods.values()) == {"eagle3", "eagle", "draft_model", "medusa", "dflash"} and len(methods) == 10
