@@ -121,6 +121,14 @@ def test_tables_that_differ_though_the_config_ties_them(tmp_path: Path) -> None:
     check_same(found, Target.load(str(tmp_path), device="cpu"))
 
 
+def test_a_tied_table_that_is_stored_under_the_name_of_the_head(tmp_path: Path) -> None:
+    path = save(tmp_path, tie_word_embeddings=True) / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, path, metadata={"format": "pt"})
+    check_same(StoredTarget(str(tmp_path), device="cpu"), Target.load(str(tmp_path), device="cpu"))
+
+
 def test_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
