@@ -221,6 +221,22 @@ def test_strips_of_a_chain_are_the_mask_written_out(depth: int, limit: int) -> N
             torch.testing.assert_close(a, b)
 
 
+@EACH
+def test_gradients(head: str, changes: dict[str, Any]) -> None:
+    """Of all weights: in closed form, with activations computed again, by the dense mask."""
+    drafter, found = windowed(head, changes).double(), []
+    roots = roots_of(TARGET(), drafter, torch.tensor([random_tokens(30, 1), random_tokens(30, 2)])).to(torch.float64)
+    documents, weights = torch.arange(30).expand(2, -1) // 17, list(drafter.parameters())
+    for closed_form, again in ((True, False), (True, True), (False, False)):
+        drafts = unroll(drafter, roots, documents, DEPTH, closed_form, checkpointing=again)
+        loss = sum((logits(drafter, d, draft)[:, :10] ** 2).sum() for d, draft in enumerate(drafts, start=1))
+        found.append(torch.autograd.grad(loss, weights, allow_unused=True))  # type: ignore[arg-type]
+    for some in zip(*found, strict=True):
+        assert some[0] is not None
+        torch.testing.assert_close(some[1], some[0])
+        torch.testing.assert_close(some[2], some[0])
+
+
 def test_within_the_window_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same numbers to the last bit by the same code as without a window: the strips are not called."""
     monkeypatch.setattr(windows, "strips", None)
