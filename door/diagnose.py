@@ -37,18 +37,23 @@ def diagnose(config: dict[str, Any]) -> None:
     print(*diagnosis.lines(diagnosis.diagnose(case)), sep="\n")
 
 
+def settings_of(run: Path) -> dict[str, Any]:
+    """The settings that a run was started with. Raises UserError where ``run`` is another folder with a config.json."""
+    from headstart.heads.stored import read_json
+
+    settings = read_json(run / "config.json")
+    if not {"data", "trainer"} <= settings.keys():
+        raise UserError(f"run={run} is not the folder of a run: give the folder that holds speculator/")
+    return settings
+
+
 def of_run(run: Path, target: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """What a run folder knows of its training: the last weights, the target, some rows of the data, and prompts. Raises UserError where
-    ``run`` is not a run folder.
-    """
+    """What a run folder knows of its training: the last weights, the target, some rows of the data, and prompts."""
     from headstart.data.source import open_source
     from headstart.heads.stored import read_json, read_tensors
     from headstart.trainers import checkpoint
 
-    if not (run / "config.json").is_file():
-        raise UserError(f"run={run} is not the folder of a run: it has no config.json")
-    settings = read_json(run / "config.json")
-    known: dict[str, Any] = {}
+    settings, known = settings_of(run), dict[str, Any]()
     if (run / "report.json").is_file():
         known["dtype"] = read_json(run / "report.json").get("dtype")
     live, newest = None, checkpoint.newest(run)
@@ -58,7 +63,7 @@ def of_run(run: Path, target: Any, config: dict[str, Any]) -> dict[str, Any]:
         known |= {"step": state["step"], "weights": state["settings"].get("target", {}).get("weights")}
     try:
         source = open_source(settings["data"], target, length=settings["trainer"]["length"], seed=settings["trainer"]["seed"])
-    except (UserError, KeyError) as e:
+    except UserError as e:
         print(f"the run's data are not here, so its text is not looked at ({e})")
         return {"prompts": [], "rows": [], "live": live, "known": known}
     packed = source.held_out or source.packed

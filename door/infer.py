@@ -20,7 +20,7 @@ from typing import Any
 
 from headstart.door import enter, load_torch, loading
 from headstart.door.arguments import command_of, examples
-from headstart.door.diagnose import diagnose
+from headstart.door.diagnose import diagnose, settings_of
 from headstart.door.evaluate import check_evaluate, compare_evaluations, evaluate, name_the_file, suite_name
 from headstart.door.expect import expect, tune_over_shards
 from headstart.door.places import check_file, check_out, check_paths, check_speculator, name_of
@@ -176,6 +176,8 @@ def check_contents(config: dict[str, Any]) -> None:
     for folder in [config["speculator"], *folders_within(proposer)]:
         if folder is not None:
             read_json(Path(folder) / "config.json")
+    if config.get("run") is not None:
+        settings_of(Path(config["run"]))
 
 
 def folders_within(proposer: Any) -> list[str]:

@@ -110,3 +110,14 @@ def test_one_prompt_has_no_standard_error_and_is_told_to_be_few(
     said = capsys.readouterr().out
     assert "temperature 1: expected" in said and "(of one text: no standard error)" in said
     assert "one prompt: chance is not told from a wrong connection" in said and "vocabulary were looked at" in said
+
+
+def test_the_folder_of_a_drafter_is_not_that_of_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has a config.json too, which says nothing of the training. This is found before a target is loaded."""
+    monkeypatch.setattr(Target, "load", None)
+    words = [f"speculator={ASSETS}/tiny_eagle", f"target.path={ASSETS}/tiny", f"run={ASSETS}/tiny_eagle"]
+    assert call("inference", ["diagnose", *words], tmp_path, monkeypatch) == 2
+    said = capsys.readouterr().err
+    assert said == f"error: run={ASSETS}/tiny_eagle is not the folder of a run: give the folder that holds speculator/\n"
