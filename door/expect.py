@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from headstart.heads.errors import UserError
+from headstart.heads.errors import UserError, counted
 
 
 def tune_over_shards(config: dict[str, Any]) -> None:
@@ -24,8 +24,8 @@ def tune_over_shards(config: dict[str, Any]) -> None:
     drafter = load_attached(config["speculator"], target)
     texts = list(recordings(config["shards"], target, drafter.taps, config["count"]))
     found = expected(drafter, texts)
-    print(f"{drafter.config['head']} for {config['target']['name']}, over {len(texts)} recorded texts, tokens a pass at temperature 0 (as "
-          "in decoding, where the target said them itself, so)")  # fmt: skip
+    print(f"{drafter.config['head']} for {config['target']['name']}, over {counted(len(texts), 'recorded text')}, tokens a pass at "
+          "temperature 0 (as in decoding, where the target said them itself, so)")  # fmt: skip
     for tree, (lengths, _) in sorted(found.items(), key=lambda pair: -pair[1][0].length):
         print(f"{lengths.length:.3f} ({error_text(lengths.standard_error)})  {tree}, {tree.reads} read by the drafter")
     if costs is None:
@@ -67,8 +67,8 @@ def expect(config: dict[str, Any]) -> None:
                 lengths.add(len(said.emitted), sum(said.emitted))
     if not texts:
         raise UserError(f"path={config['path']} holds no supervised text of a few tokens")
-    print(f"{drafter.config['head']} for {config['target']['name']}, over {texts} recorded texts (equal to decoding where the target said "
-          "them itself, at this temperature)")  # fmt: skip
+    print(f"{drafter.config['head']} for {config['target']['name']}, over {counted(texts, 'recorded text')} (as in decoding where the "
+          "target said them itself, at this temperature; over other text mostly too low at temperature 0, and too high at 1)")  # fmt: skip
     for (shape, temperature), lengths in made.items():
         if lengths.tokens:
             print(f"{shape}, temperature {temperature:g}: {lengths.length:.3f} tokens a pass ({error_text(lengths.standard_error)})")

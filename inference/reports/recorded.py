@@ -9,7 +9,8 @@ accepted, are sampled here under the condition that this text came out. Of the p
 comes from accepting a drawn child, where q is the distribution that it was drawn from; a refused child was drawn from max(q - p, 0),
 normalized. With several drawn children, p becomes the residual after each refusal; the rules block and traversal scale p by w, the weight
 of the path (see ``verify.traversal``). Thus the expected number of rounds equals decoding's under every rule. It does not matter whether
-the text was decoded plainly or with some drafter: its distribution is the target's in both cases.
+the text was decoded plainly or with some drafter: its distribution is the target's in both cases. Text of others is another matter: the
+target finds its tokens less probable, and a smaller p makes it more likely here that a guess was accepted.
 
 Shape suffixes: T tokens, R rows of one pass (root row and nodes), E expanded rows of a level, K children of each, D hidden, V vocabulary.
 """

@@ -13,8 +13,9 @@ from headstart.inference.decoding.decode import Generation, generate
 from headstart.inference.decoding.policy import TreePolicy, caterpillar, fit_depth
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.sampling import SamplingParams
-from headstart.inference.reports.expected import expected_walk
+from headstart.inference.reports.expected import expected_walk, greedy_walk
 from headstart.inference.reports.recorded import Recorded, replay
+from headstart.inference.reports.walk import Walk
 from tests.drafters import FEW_HEADS, learn_by_heart, make, random_tokens
 from tests.tiny_targets import tiny_target
 
@@ -109,3 +110,15 @@ def test_the_chain_is_expected_as_its_closed_form_says() -> None:
         rounds = [len(replay(recorded, drafter, TREES[0], SamplingParams(1.0, rule=rule, seed=s)).emitted) for s in range(120)]
         expected = expected_walk(target, drafter, prompt, text, 4, SamplingParams(1.0, rule=rule)).rounds
         assert abs(mean(rounds) - expected) < 3.5 * stdev(rounds) / len(rounds) ** 0.5
+
+
+def test_over_text_of_others_it_is_too_low_at_temperature_0_and_too_high_above() -> None:
+    """Summed exactly. Random tokens are as far from the target's own text as can be."""
+    target, drafter, how = SMALL(), small_drafter(), SamplingParams(1.0, rule="token")
+    own, others = (Walk(), Walk()), (Walk(), Walk())
+    for seed in range(6):
+        prompt, greedy = random_tokens(5, seed, 12), generate(SMALL(), None, random_tokens(5, seed, 12), new_tokens=16).tokens
+        for sums, texts in ((own, (greedy, said_alone(seed))), (others, [random_tokens(16, 99 + seed, 12)] * 2)):
+            sums[0].add(greedy_walk(drafter, Recorded.by(target, drafter.taps, prompt, texts[0]), 4))
+            sums[1].add(expected_walk(target, drafter, prompt, texts[1], 4, how))
+    assert others[0].expected_length < own[0].expected_length and others[1].expected_length > 1.3 * own[1].expected_length

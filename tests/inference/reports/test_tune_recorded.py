@@ -79,6 +79,15 @@ def test_it_is_what_decoding_makes(recorded: Any, tmp_path: Path, monkeypatch: p
     assert best["predicted_speedup"] == pytest.approx(best["accepted_length"] / wanted) and best["predicted_speedup"] > 1
 
 
+@pytest.mark.slow
+def test_expect_says_of_which_text_its_figures_hold(recorded: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    words = [f"speculator={EAGLE}", f"path={recorded[0]}", "decode=chain", "decode.depth=2", "count=1", "target.dtype=float32"]
+    assert call("inference expect", words, ROOT, monkeypatch) == 0
+    printed = capsys.readouterr().out
+    assert "over 1 recorded text (as in decoding where the target said them itself, at this temperature; " in printed
+    assert "over other text mostly too low at temperature 0, and too high at 1)" in printed
+
+
 def test_what_a_round_costs() -> None:
     cost = Cost({1: 1.1, 15: 2.5}, 0.05, 0.1)
     assert cost.of(TreePolicy("chain", depth=1)) == pytest.approx(1.1 + 0.05 + 0.1)
