@@ -20,7 +20,7 @@ from rich.console import Console
 
 from headstart.heads import hub, seal
 from headstart.heads.base import Drafter, TargetShape
-from headstart.heads.errors import UserError
+from headstart.heads.errors import UserError, counted
 from headstart.heads.kinds import layers_of
 from headstart.heads.stored import read_json
 from headstart.inference.reports.render import table
@@ -166,10 +166,19 @@ def acceptances(report: str | None, published: dict[str, Any], task: str) -> tup
         rates = {head: [rate_of(tau, published["guesses"])] for head, tau in published[task].items()}
         return rates, f"published for {published['source']}"
     read = Report.read(Path(report))
+    temperature = 0 if read.chain_temperature_1 is None else 1
     figures = read.chain_temperature_1 or read.chain_temperature_0
     if figures is None or not figures.conditional_acceptance_by_depth:
         raise UserError(f"report={report}: it has no chain, whose acceptance by depth is wanted: report with decode=chain")
-    return {read.head: [*figures.conditional_acceptance_by_depth]}, f"measured, {read.prompts} prompts of {read.prompts_from}"
+    of = f"{counted(read.prompts, 'prompt')} of {read.prompts_from}"
+    return {read.head: [*figures.conditional_acceptance_by_depth]}, f"measured for {read.target} at temperature {temperature}, {of}"
+
+
+def check_measured(report: Path, target: dict[str, Any]) -> None:
+    """Print a warning if ``report`` is of another target than the settings ``target`` name. A report names the last part of a path."""
+    measured = Report.read(report).target
+    if measured not in (target["name"], Path(str(target["path"])).name):
+        print(f"the acceptance was measured for {measured}, not for {target['name']}, which accepts other guesses: report on this target")
 
 
 def reported_settings(report: Path, head: str) -> dict[str, Any] | None:
@@ -193,6 +202,7 @@ def advise(config: dict[str, Any]) -> list[Choice]:
     made = {head: drafter_of(head, shape, **settings.get(head) or {}) for head in known}
     if config["report"] is not None:  # deeper guesses were not measured: they count as not accepted
         known = {head: [*rates, 0.0] for head, rates in known.items()}
+        check_measured(Path(config["report"]), config["target"])
     rows, best = list[list[str]](), list[Choice]()
     for sequences in config["sequences"]:
         load = (gpu, gpus, sequences, config["context"])
@@ -223,18 +233,11 @@ def reasons(config: dict[str, Any], best: Sequence[Choice], target: Model, known
     fits = max(room, 0.0) / held if (held := target.held(config["context"])) else float("inf")
     about = f"room for about {fits:,.0f} sequence{'s' * (round(fits) != 1)} of {config['context']:,} tokens"
     pays = [c for c in best if c.speedup[1] >= WORTH]
-    loads = ", ".join(str(c.sequences) for c in pays)
     yield "load: sequences at a time; tokens: of a round; verify, draft: of a round, in plain passes of the same load; a round also costs "\
           f"{OVERHEAD[0]:g} to {OVERHEAD[1]:g} of one, by the engine"  # fmt: skip
     if room <= 0:
         yield f"first: the weights do not fit into {gpus} x {config['gpu']}: give gpus=N; what follows is as if they did"
-    if not pays:
-        yield "advice: do not speculate here: no load gains; a larger target, a faster drafter or fewer sequences at a time would"
-    else:
-        names = sorted({c.head for c in pays}, key=[c.head for c in pays].index)
-        yield f"advice: speculate at {loads} sequences, with {' or '.join(names)}: {pays[0].guesses} guesses at {pays[0].sequences}" + (
-            f", {pays[-1].guesses} at {pays[-1].sequences}" if len(pays) > 1 else ""
-        )
+    yield from advice(pays, known)
     if room > 0 and (beyond := [str(c.sequences) for c in best if c.sequences > fits]):
         yield f"  but memory has {about}, not for {', '.join(beyond)}"
     if lost := [c for c in best if c not in pays]:
@@ -248,7 +251,7 @@ def reasons(config: dict[str, Any], best: Sequence[Choice], target: Model, known
     for head, rates in known.items():
         state = "enough" if rates[0] >= ENOUGH else f"below {ENOUGH}: train it further first"
         yield f"  acceptance of the first guess, {head}: {rates[0]:.2f}, {state}"
-    own = "" if config["report"] is None else " (done)"
+    own = "" if config["report"] is None else f" (here: {source})"
     yield f"  guesses by task: more where what was read is repeated (code, summaries), fewer in chats; report on your own prompts{own}"
     yield f"  batch: verifying costs {', '.join(f'{c.verify:.2f} at {c.sequences} ({c.head})' for c in best)} plain passes"
     state = about if room > 0 else "the target alone does not fit"
@@ -256,3 +259,23 @@ def reasons(config: dict[str, Any], best: Sequence[Choice], target: Model, known
     if config["report"] is None:
         yield f"  where the acceptance is from: {source}; yours will differ: report=DIR takes a measured one"
     yield "  what training one costs: python train.py head=NAME target=NAME trainer=full plan=true gpu=NAME gpu_hour=PRICE"
+
+
+def advice(pays: Sequence[Choice], known: dict[str, list[float]]) -> Iterator[str]:
+    """The advice itself. ``pays``: the best choices at the loads that gain at least with the smaller overhead."""
+    if not pays:
+        yield "advice: do not speculate here: no load gains; a larger target, a faster drafter or fewer sequences at a time would"
+    ready = [c for c in pays if known[c.head][0] >= ENOUGH]
+    if pays and not ready:
+        yield f"advice: train {' or '.join(dict.fromkeys(c.head for c in pays))} further first: too few of the first guesses are accepted"
+    sure = [c for c in ready if c.speedup[0] >= 1]
+    for word, choices in (
+        ("speculate", sure),
+        ("speculation may pay, if your engine's overhead is small,", [c for c in ready if c not in sure]),
+    ):
+        if choices:
+            loads, names = ", ".join(str(c.sequences) for c in choices), " or ".join(dict.fromkeys(c.head for c in choices))
+            guesses = ", ".join(
+                f"{c.guesses} guess{'es' * (c.guesses != 1)} at {c.sequences}" for c in dict.fromkeys([choices[0], choices[-1]])
+            )
+            yield f"advice: {word} at {loads} sequence{'s' * (loads != '1')}, with {names}: {guesses}"

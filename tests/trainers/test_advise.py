@@ -150,7 +150,7 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     small = advise.advise(CONF | {"sequences": [1]})
-    assert small[0].speedup[0] > 1.5 and "advice: speculate at 1 sequences" in capsys.readouterr().out
+    assert small[0].speedup[0] > 1.5 and "advice: speculate at 1 sequence," in capsys.readouterr().out
     large = advise.advise(CONF | {"sequences": [4096], "context": 1})
     said = capsys.readouterr().out
     assert large[0].speedup[1] < 1.1 and "do not speculate here" in said and "the GPU is busy computing" in said
@@ -166,6 +166,36 @@ def test_acceptance_of_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert found == {"eagle": a_report("eagle")["chain_temperature_1"]["conditional_acceptance_by_depth"]} and "measured" in source
     advise.advise(CONF | {"report": str(tmp_path), "sequences": [1]})
     assert "published" not in capsys.readouterr().out
+
+
+def test_where_the_acceptance_was_measured_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The target, the temperature and the prompts, also in the check on your own prompts; and that another target was meant."""
+    measured = "measured for tiny at temperature 1, 4 prompts of held-out text of chat"
+    Report.of(a_report("eagle")).write(tmp_path)
+    advise.advise(composed("target=tiny", door="advise") | {"report": str(tmp_path)})
+    assert measured in (said := capsys.readouterr().out) and "not for" not in said
+    assert f"report on your own prompts (here: {measured})" in said
+    advise.advise(CONF | {"report": str(tmp_path)})
+    assert "was measured for tiny, not for llama8b, which accepts other guesses" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("rate", "speedup", "says"),
+    [
+        (0.7, (1.2, 1.5), ["advice: speculate at 1 sequence, with eagle: 1 guess at 1"]),
+        (0.7, (0.84, 1.1), ["advice: speculation may pay, if your engine's overhead is small, at 1 sequence, with eagle: 1 guess at 1"]),
+        (0.5, (1.2, 1.5), ["advice: train eagle further first: too few of the first guesses are accepted"]),
+    ],
+)
+def test_no_more_is_advised_than_was_computed(rate: float, speedup: tuple[float, float], says: list[str]) -> None:
+    assert [*advise.advice([advise.Choice("eagle", 1, 1, 2.0, 1.0, 0.1, speedup)], {"eagle": [rate]})] == says
+
+
+def test_several_loads_are_advised_apart() -> None:
+    choices = [advise.Choice("eagle", load, 3, 2.0, 1.0, 0.1, gain) for load, gain in ((1, (1.5, 2.0)), (8, (1.1, 1.4)), (32, (0.9, 1.2)))]
+    sure, perhaps = advise.advice(choices, {"eagle": [0.7]})
+    assert sure == "advice: speculate at 1, 8 sequences, with eagle: 3 guesses at 1, 3 guesses at 8"
+    assert perhaps.endswith("small, at 32 sequences, with eagle: 3 guesses at 32")
 
 
 def test_the_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
