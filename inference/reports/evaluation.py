@@ -92,8 +92,8 @@ def sentences(found: Mapping[str, Any]) -> list[str]:
     if found.get("auto_not_tried"):
         lines.append(f"{found['auto_not_tried']}: raise new_tokens, or take decode=dynamic or chain")
     elif found.get("auto"):
-        lines.append("decode=auto drafts where that pays: its rounds without guesses count as one token. What a drafter guesses is "
-                     "compared by decode=dynamic or chain")  # fmt: skip
+        lines.append("decode=auto drafts where it expects that to pay: its rounds without guesses count as one token. What a drafter "
+                     "guesses is compared by decode=dynamic or chain")  # fmt: skip
     if found["skipped"]:
         lines.append(f"{counted(found['skipped'], 'prompt')} skipped: too long for the target's context")
     if found["cut"] or found["left_out"]:

@@ -12,6 +12,8 @@ from headstart.inference.reports.report import Report, shape_of
 
 LARGE = 20  # guesses that a drafter makes in the time of a plain round, for a target much larger than its drafter
 
+HARDLY = 0.9  # the share of rounds without guesses from which on decode=auto has hardly drafted
+
 
 def _slower(report: Report, temperature: int) -> str:
     """A sentence if decode=auto was slower than a chain, by more than chance explains; else empty."""
@@ -29,13 +31,25 @@ def _not_drafted(report: Report, temperature: int) -> str:
     """
     name = f"temperature_{temperature}"
     auto, chain = report.get("auto", {}).get(name), report.get(f"chain_{name}")
-    if not auto or not chain or auto["rounds"].get("no guesses", 0.0) < 0.9 or chain["speedup"] > 1:
+    if not auto or not chain or auto["rounds"].get("no guesses", 0.0) < HARDLY or chain["speedup"] > 1:
         return ""
     cost = chain["accepted_length"] / chain["speedup"]
     return (f"at temperature {temperature} decode=auto leaves guessing out, because it gains nothing here: a round with a chain of "
             f"{report['tree']['depth']} yields {chain['accepted_length']:.2f} tokens and takes as long as {cost:.1f} plain rounds. On a "
             f"larger target, where a plain pass costs as much as {LARGE} guesses and checking guesses costs no more than a plain pass, "
             f"this acceptance would give {_elsewhere(chain['acceptance_by_depth']):.1f} times plain decoding")  # fmt: skip
+
+
+def _lost(report: Report, temperature: int) -> str:
+    """A sentence if decode=auto drafted and was slower than plain decoding, by more than chance explains; else empty."""
+    name = f"temperature_{temperature}"
+    auto, figures = report.get("auto", {}).get(name), report.get(f"auto_{name}") or {}
+    if not auto or auto["rounds"].get("no guesses", 0.0) >= HARDLY or (interval(figures, "speedup") or [1.0])[-1] >= 1:
+        return ""
+    believed = sum(share * auto["costs"].get(what, 1.0) for what, share in auto["rounds"].items())  # 1: a round without guesses
+    return (f"at temperature {temperature} decode=auto lost time here: a round took {figures['accepted_length'] / figures['speedup']:.2f} "
+            f"plain rounds, and its measurement at the start said {believed:.2f}. Where these are far apart, other work on the machine "
+            "distorted one of them: run again; otherwise decode plainly")  # fmt: skip
 
 
 def _elsewhere(acceptance_by_depth: Sequence[float]) -> float:
@@ -83,6 +97,7 @@ def summary(report: Report) -> list[str]:
         *too_much({t: report[f"temperature_{t}"] for t in (0, 1)}),
     ]
     lines += [said for temperature in (0, 1) if (said := _slower(report, temperature) or _not_drafted(report, temperature))]
+    lines += [said for temperature in (0, 1) if (said := _lost(report, temperature))]
     lines += [said for temperature in (0, 1) if (said := _shared(report, temperature))]
     if "target_changed" in report:
         lora = report["target_changed"]

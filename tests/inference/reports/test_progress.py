@@ -13,7 +13,7 @@ from headstart.inference.reports.report import Report
 from headstart.inference.reports.report_page import report_page
 from headstart.inference.reports.summary import summary
 from tests.pages import Page
-from tests.reports import a_report
+from tests.reports import a_report, figures
 
 COSTS = {"chain of 6": 2.0}
 
@@ -74,6 +74,17 @@ def test_why_nothing_is_guessed_is_said(speedup: float, said: bool) -> None:
     assert len(lines) == said and all("yields 3.00 tokens and takes as long as 4.0 plain rounds" in line for line in lines)
     best = max((1 + sum(chain[:d])) / (1 + d / 20) for d in range(len(chain) + 1))
     assert all(f"would give {best:.1f} times" in line for line in lines)
+
+
+@pytest.mark.parametrize("high, none, said", [(0.9, 0.25, True), (1.02, 0.25, False), (0.9, 0.95, False)])
+def test_a_loss_of_auto_is_said(high: float, none: float, said: bool) -> None:
+    """2.00 tokens at 0.50 are those of 4.00 plain rounds; a quarter without guesses and the rest at 2.0 make 1.75. Not where it hardly
+    drafted: what is lost there is the spread of the machine.
+    """
+    auto = {"temperature_0": {"costs": {"chain of 3": 2.0, "chain of 6": 3.0}, "rounds": {"chain of 3": 1 - none, "no guesses": none}}}
+    lost = figures(2.0, 0.5) | {"intervals": {"speedup": [0.4, high]}}
+    lines = [line for line in summary(Report.of(a_report(auto=auto, auto_temperature_0=lost))) if "lost time" in line]
+    assert len(lines) == said and all("took 4.00 plain rounds, and its measurement at the start said 1.75" in line for line in lines)
 
 
 @pytest.mark.parametrize("off, data, said", [(3.2, "text", False), (4.5, "text", True), (4.5, "regenerated", False)])
