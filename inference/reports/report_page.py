@@ -159,9 +159,10 @@ def round_time(report: Report) -> list[Markup]:
         drawn = h('<div class="parts" aria-hidden="true">{}</div><ul class="legend">{}</ul>', spans, keys)
         found.append(figure("A round at temperature 0, in plain passes", drawn))
     for key, auto in (report.get("auto") or {}).items():
-        costs = {"no guesses": 1.0} | dict(auto["costs"])
-        rows = [[what, bar(share, f"t{key[-1]}"), f"{share:.0%}", f"{costs.get(what, 0):.2f}"] for what, share in auto["rounds"].items()]
-        what = f"What decode=auto chose for the rounds at {key.replace('_', ' ')}"
+        costs, shares = {"no guesses": 1.0} | dict(auto["costs"]), auto["rounds"]
+        rows = [[what, bar(share, f"t{key[-1]}"), f"{share:.0%}", f"{costs.get(what, 0):.2f}"] for what, share in shares.items()]
+        rows += [[what, "", "", f"{cost:.2f}"] for what, cost in costs.items() if what not in shares]
+        what = f"What decode=auto chose for the rounds at {key.replace('_', ' ')}, and what each shape costs"
         found.append(table(what, ["", "", "of the rounds", "plain passes each"], rows, (2, 3)))
     return found
 
@@ -234,9 +235,12 @@ def training(report: Report, curves: Curves) -> list[Markup]:
               Series("held-out text", "plain", points(curves, "heldout/loss"), style="dash")]  # fmt: skip
     if not any(s.points for s in losses):
         return []
-    words = "; ".join(f"{s.name}: {s.points[-1][1]:.3g} at the end" for s in [*lengths, *losses] if s.points)
-    chart = lines(lengths, f"tokens a pass over the training. {words}", x="steps", y="tokens a pass", whole_x=True)
-    loss = lines(losses, f"loss over the training. {words}", x="steps", y="loss", whole_x=True)
+
+    def words(series: Sequence[Series]) -> str:
+        return "; ".join(f"{s.name}: {s.points[-1][1]:.3g} at the end" for s in series if s.points)
+
+    chart = lines(lengths, f"tokens a pass over the training. {words(lengths)}", x="steps", y="tokens a pass", whole_x=True)
+    loss = lines(losses, f"loss over the training. {words(losses)}", x="steps", y="loss", whole_x=True)
     why = "Accepted length of a chain: expected from teacher-forced passes (lines), decoded with an export (marks)"
     cost = f"{counted(last, 'step')}, {report['train_tokens']:,} tokens, {report['train_seconds']:,.0f} seconds." if last else ""
     cost += f" Exported: step {report['exported_step']:,}, which decoded best." if "exported_step" in report else ""

@@ -196,8 +196,19 @@ def test_figures_are_those_of_the_report() -> None:
                                     "plain decoding, T = 1": 62.5, "eagle, T = 1": 56.2}, abs=0.1)  # fmt: skip
     (marks,) = [svg for svg in page.root.all("svg") if "tokens a pass over" in svg.attributes["aria-label"]]
     assert len(marks.all("circle")) == 2 and len(marks.all("polygon")) == 1, "decoded at step 20 and at the end"
+    (losses,) = [svg for svg in page.root.all("svg") if "loss over" in svg.attributes["aria-label"]]
+    spoken = marks.attributes["aria-label"], losses.attributes["aria-label"]  # each chart in words has its own figures
+    assert [label.count("held-out text: ") for label in spoken] == [1, 1] and "decoded, T=0: " not in spoken[1]
     unsure = report_page(Report.of(a_report(temperature_0=a_report()["temperature_0"] | {"intervals": sure | {"speedup": [0.9, 1.8]}})))
     assert "not told apart from plain decoding" in unsure
+
+
+def test_the_cost_of_every_shape_is_shown() -> None:
+    """Also of those that decode=auto did not choose, with no share of the rounds."""
+    auto = {"temperature_0": {"costs": {"chain of 3": 2.0, "chain of 6": 3.25}, "rounds": {"chain of 3": 0.7, "no guesses": 0.3}}}
+    page = check_whole(report_page(Report.of(a_report(auto=auto))))
+    rows = {tr.all("th")[0].text: [td.text for td in tr.all("td")[1:]] for tr in page.root.all("tr") if len(tr.all("td")) == 3}
+    assert rows["chain of 3"] == ["70%", "2.00"] and rows["chain of 6"] == ["", "3.25"] and rows["no guesses"] == ["30%", "1.00"]
 
 
 # ---- charts ----
