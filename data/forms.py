@@ -54,6 +54,8 @@ def in_columns(row: dict[str, Any], columns: Sequence[str]) -> dict[str, Any]:
     if not columns:
         if not {"messages", "conversations"} & row.keys():
             text = "; plain text is data=text" if isinstance(row.get("text"), str) else ""
+            if "regenerated" in row:
+                text = "; answers that the target gave to plain text are data=regenerated"
             raise BadRow(
                 f'not a conversation: no list "messages" or "conversations", it has {columns_of(row)}: data.columns=[question,answer] '
                 f"names the columns of a question and its answer, data.columns=[talk] that of a conversation{text}"

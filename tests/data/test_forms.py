@@ -137,6 +137,7 @@ def test_calls_and_their_results_keep_what_joins_them() -> None:
         ({"messages": "text"}, "not a conversation"),
         ({"question": "a", "answer": "b"}, r"^not a conversation: .*, it has 'question', 'answer': data\.columns=\[question,answer\]"),
         ({"id": 1, "text": "a"}, "it has 'id', 'text': data.*; plain text is data=text$"),
+        ({"text": "a", "regenerated": {}}, "answers that the target gave to plain text are data=regenerated$"),
         ({}, "it has nothing: "),
         ({"conversations": [{"from": "function_call", "value": "weather"}]}, "function_call: not JSON"),
         (
