@@ -9,6 +9,7 @@ from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError, first_line
 from headstart.heads.files import check_exported
 from headstart.inference.decoding.info import TargetInfo
+from headstart.inference.decoding.placement import say
 from headstart.inference.decoding.target import Target
 from headstart.inference.reports import prior
 
@@ -32,6 +33,8 @@ def load_attached(folder: str | Path, target: TargetInfo) -> Drafter:
 def load_speculator(folder: str | Path, target: TargetInfo) -> Drafter:
     """``load_attached`` without attaching the drafter to the target. The drafter stays in the folder's dtype."""
     check_exported(folder)
+    if Path(folder).resolve() == Path(target.name).resolve():
+        say(f"speculator={folder} is the target itself: a guess costs as much as a plain pass, so nothing can be gained")
     if not hub.is_language_model(folder):
         return hub.load(folder, target.shape, target.card)
     try:

@@ -19,13 +19,16 @@ from headstart.inference.decoding.placement import check_device
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.sampling import SamplingParams
+from headstart.inference.decoding.target import Target
 from headstart.inference.proposers.elsewhere import Elsewhere
 from headstart.inference.proposers.pipelined import Pipelined
 from headstart.inference.settings import config_of, open_decode, open_guesser, open_target
+from headstart.inference.speculator import load_speculator
 from tests.drafters import make, random_tokens
 from tests.tiny_targets import tiny_target
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
+ROOT = Path(__file__).resolve().parents[2]
+CONF = ROOT / "conf"
 DECODES: dict[str, dict[str, Any]] = {
     kind: {"proposer": {"kind": kind}} for kind in ("drafter", "cascade", "union", "hybrid", "ngram", "suffix", "early_exit", "swift")
 } | {"pipelined": {"proposer": {"kind": "pipelined"}, "kind": "chain"}}
@@ -96,6 +99,14 @@ def test_a_shipped_target_is_found_from_anywhere(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     path, config = config_of(settings("target", "tiny"))
     assert Path(path).is_dir() and config.model_type == "llama"
+
+
+def test_a_target_that_drafts_for_itself_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    target = Target.load(str(ROOT / "assets" / "tiny"), device="cpu")
+    load_speculator(ROOT / "assets" / ".." / "assets" / "tiny", target)  # the same folder, spelled otherwise
+    assert "is the target itself" in capsys.readouterr().out
+    load_speculator(ROOT / "assets" / "tiny_eagle", target)
+    assert capsys.readouterr().out == ""
 
 
 def test_where_a_drafter_can_be_placed(tmp_path: Path) -> None:
