@@ -251,7 +251,7 @@ def say_amount(settings: Index, packed: Packed, held_out: Packed | None, there: 
     whole = bytes_of(indexes.storage_of(settings), settings["hidden"], taps, tokens, final)
     done = sum(file["bytes"] for file in there)
     source.say(
-        f"{settings['rows']:,} rows of {settings['length']:,} tokens{f', {held} held out' * (held > 0)}; of each token {taps} "
+        f"{settings['rows']:,} rows of {settings['length']:,} tokens{f', and {held} held out' * (held > 0)}; of each token {taps} "
         f"tap{'s' * (taps != 1)}, of {final / tokens:.0%} the final state, as {settings['dtype']}: {whole / tokens:,.0f} bytes a token, "
         f"{sized(whole)} in {files_in_all(settings)} files{f', {sized(done)} of it there already' * (done > 0)}"
         f"{f', by {world} processes' * (world > 1)}"

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from headstart.heads.errors import counted
+
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "deepspeed", "safetensors", "numpy")
 
 
@@ -51,7 +53,7 @@ def machine(device: torch.device) -> str:
     if cpuinfo.is_file():
         models = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
         name = models[0] if models else name
-    return f"{name}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}, {counted(torch.get_num_threads(), 'thread')}"
 
 
 def ran_on(device: torch.device, dtype: torch.dtype) -> dict[str, str]:

@@ -176,7 +176,7 @@ def test_some_parts_again_leave_the_others_as_they_were(tmp_path: Path, monkeypa
     decode.main()
     found = json.loads(out.read_text())
     assert (found["efficiency"], found["prefill_64x8_over_generate"], found["choices_8_over_generate"]) == (0.9, 2.0, None)
-    assert found["parts"]["planted"] == {"commit": "before"} and found["parts"]["many"]["machine"].endswith("1 threads")
+    assert found["parts"]["planted"] == {"commit": "before"} and found["parts"]["many"]["machine"].endswith("1 thread")
     assert (
         found["command"] == "python benchmarks/decode.py --only many tiny" and "tiny: not measured. no drafter" in capsys.readouterr().out
     )

@@ -54,7 +54,7 @@ def capturing(found: Plan, settings: Settings) -> float:
 def processes(found: Plan) -> str:
     """The number of processes, in words."""
     if found.processes == 1 and found.gpus > 1:
-        return f"one process over {found.gpus} GPUs"
+        return f"one process over {found.gpus} GPUs, which take turns"
     return "one process" if found.processes == 1 else f"{found.processes} processes, one a GPU"
 
 
@@ -77,7 +77,7 @@ def lines(found: Plan, gpu_hour: float | None) -> Iterator[str]:
         cost = [seconds / 3600 * found.gpus * gpu_hour for seconds in found.seconds]
         yield f"cost: {cost[0]:,.0f} to {cost[1]:,.0f}, at {gpu_hour:g} a GPU and hour"
     yield (
-        f"captured beforehand (python -m data), every token once: {found.captured / 1e9:,.1f} GB; with storage=fp8 or int8: "
+        f"captured beforehand (python -m data), if no token is read twice: {found.captured / 1e9:,.1f} GB; with storage=fp8 or int8: "
         f"{found.captured_fp8 / 1e9:,.1f} GB"
     )
 

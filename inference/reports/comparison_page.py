@@ -133,8 +133,10 @@ def ranking(rows: Sequence[Row]) -> Markup:
     caption = (
         f"At temperature 0 {order(rows)}. Speed-up and accepted tokens a pass are of the tree; auto: speed-up of decode=auto (plain: it "
         "makes no guesses); held-out: tokens a pass that a chain is expected to have over text that the target did not write; repeats: "
-        f"share of the {GRAM}-grams that stood earlier in their text, at T = 0; a guess's cost: of one level of drafting, in plain passes"
+        f"share of the {GRAM}-grams that stood earlier in their text, at T = 0"
     )
+    if "c" in shown:
+        caption += "; a guess's cost: of one level of drafting, in plain passes"
     head = ["", "", *(name.replace(" = ", "\u00a0=\u00a0") for name, _ in shown.values())]
     return table(caption, head, body, range(2, len(head)), scrolls=True, tight=True)
 

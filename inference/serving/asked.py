@@ -258,5 +258,5 @@ def _variables(body: dict[str, Any], tokenizer: Any, template: str) -> dict[str,
     if effort is None:
         return found
     if re.search(r"\breasoning_effort\b", template) is None:
-        raise Refused("reasoning_effort: there is no such field here", "reasoning_effort", "unknown_field")
+        raise Refused("reasoning_effort: the target's chat template does not read it, leave it out", "reasoning_effort", "unknown_field")
     return found | {"reasoning_effort": effort}

@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from headstart.heads.errors import near
 from headstart.heads.formats.keys import alike
 
 SAMPLING: dict[str, float] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}  # OpenAI's defaults
@@ -53,14 +54,15 @@ class Refused(Exception):
 
 def check_fields(body: dict[str, Any], what: str) -> None:
     """Raises Refused for a field that is not known, or that has a value which would change the answer and is not supported."""
-    for field in body.keys() - FIELDS - SAMPLING.keys() - HARMLESS - {what} - ONLY[what]:
+    known = FIELDS | SAMPLING.keys() | ONLY[what] | {what}
+    for field in body.keys() - known - HARMLESS:
         value, off = body[field], OFF.get(field, ())
         if value is None or any(alike(value, o) for o in off):
             continue
         if field in ONLY:
             raise Refused(f"{field} is not for this address: chats have messages, completions a prompt", field, "unknown_field")
         if not off:
-            raise Refused(f"{short(field)}: there is no such field here", short(field), "unknown_field")
+            raise Refused(f"{short(field)}: there is no such field here{near(field, known)}", short(field), "unknown_field")
         only = " or ".join(map(json.dumps, off))
         raise Refused(f"{field}: nothing but {only} is supported, leave it out", field, "unsupported_value")
 

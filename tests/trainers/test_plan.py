@@ -334,7 +334,7 @@ def test_what_does_not_fit_is_refused_with_what_would(capsys: pytest.CaptureFixt
     with pytest.raises(UserError, match=r"do not fit into the 73\.6 GB of one h100: trainer\.batch_size=2 trainer\.accumulate=4 \("):
         show_plan(asked)
     said = capsys.readouterr().out
-    assert "cost: " in said and "70.55 billion weights" in said and "one process over 8 GPUs" in " ".join(said.split())
+    assert "cost: " in said and "70.55 billion weights" in said and "one process over 8 GPUs, which take turns" in " ".join(said.split())
     with pytest.raises(UserError, match="gpu must be one of h100"):
         plan(asked | {"gpu": "h1000"})
     changed = settings(

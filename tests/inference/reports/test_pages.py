@@ -211,6 +211,13 @@ def test_the_cost_of_every_shape_is_shown() -> None:
     assert rows["chain of 3"] == ["70%", "2.00"] and rows["chain of 6"] == ["", "3.25"] and rows["no guesses"] == ["30%", "1.00"]
 
 
+def test_a_cost_that_is_not_shown_is_not_explained() -> None:
+    rows = json.loads((Path(__file__).resolve().parents[3] / "benchmarks/results/drafters.json").read_text())["drafters"][:2]
+    for shown in (True, False):
+        given = [row if shown else {key: value for key, value in row.items() if key != "c"} for row in rows]
+        assert ("a guess's cost" in str(comparison_page.ranking(given))) == shown
+
+
 # ---- charts ----
 
 

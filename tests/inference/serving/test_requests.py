@@ -109,7 +109,7 @@ BAD: list[tuple[Any, int, str | None, str]] = [
     ({"prompt": [7] * 60_000}, 400, "prompt", "60000 tokens and max_tokens, 16, are more"),
     ({"stream": "yes"}, 400, "stream", "type bool"),
     ({"stream_options": {"a": 1}}, 400, "stream_options", "stream_options.a"),
-    ({"maxtokens": 5}, 400, "maxtokens", "no such field"),
+    ({"maxtokens": 5}, 400, "maxtokens", "no such field here (did you mean max_tokens?)"),
     ({"messages": []}, 400, "messages", "chats have messages, completions a prompt"),
     ({"model": "another"}, 404, "model", "only 'toy'"),
 ]  # fmt: skip
@@ -139,7 +139,7 @@ BAD_CHATS: list[tuple[Any, int, str | None, str]] = [
     ({"functions": [{"name": "f"}]}, 400, "functions", "nothing but []"),
     ({"response_format": {"type": "json_object"}}, 400, "response_format", 'nothing but {"type": "text"}'),
     ({"modalities": ["text", "audio"]}, 400, "modalities", 'nothing but ["text"]'),
-    ({"reasoning_effort": "high"}, 400, "reasoning_effort", "no such field"),
+    ({"reasoning_effort": "high"}, 400, "reasoning_effort", "chat template does not read it"),
     ({"reasoning_effort": 3}, 400, "reasoning_effort", "type str"),
     ({"chat_template_kwargs": [1]}, 400, "chat_template_kwargs", "type dict"),
     ({"chat_template_kwargs": {"a": 1, "chat_template": "x"}}, 400, "chat_template_kwargs", "chat_template is not for clients"),
