@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from headstart.data.source import HELD_OUT_ROWS
+from headstart.data.source import HELD_OUT_ROWS, is_captured
 from headstart.heads.base import TargetShape
 from headstart.heads.errors import UserError
 from headstart.inference.reports.render import table
@@ -31,7 +31,7 @@ def show_plan(settings: Settings) -> None:
     memory.add_row("in all", f"{found.needed / 1e9:,.2f}")
     memory.add_row("there is", f"{found.usable / 1e9:,.2f}")
     console.print(memory)
-    for line in lines(found, settings["gpu_hour"]):
+    for line in lines(found, settings):
         console.print(line, highlight=False, soft_wrap=True)
     if any(arm["loss"]["on_policy"] for arm in (settings["arms"] or {"": settings}).values()):
         console.print("loss.on_policy: what the drafter decodes, and learns from it, is not counted: it comes on top", soft_wrap=True)
@@ -58,8 +58,8 @@ def processes(found: Plan) -> str:
     return "one process" if found.processes == 1 else f"{found.processes} processes, one a GPU"
 
 
-def lines(found: Plan, gpu_hour: float | None) -> Iterator[str]:
-    """The plan below the table of memory, line by line. ``gpu_hour``: price of a GPU per hour; None: no line about cost."""
+def lines(found: Plan, settings: Settings) -> Iterator[str]:
+    """The plan below the table of memory, line by line."""
     yield f"target: {found.target_parameters / 1e9:,.2f} billion weights"
     for name, size in found.drafters.items():
         yield f"drafter{f' {name}' if name else ''}: {size / 1e6:,.1f} million weights to train"
@@ -73,9 +73,11 @@ def lines(found: Plan, gpu_hour: float | None) -> Iterator[str]:
         f"time: {hours} for {found.tokens:,} tokens ({rates}), if {REACHED[0]:.0%} to {REACHED[1]:.0%} of what the GPU can compute "
         f"are reached (one H100 did {MEASURED[0]:.0%} to {MEASURED[1]:.0%}): a guess, what stands above is counted"
     )
-    if gpu_hour is not None:
+    if (gpu_hour := settings["gpu_hour"]) is not None:
         cost = [seconds / 3600 * found.gpus * gpu_hour for seconds in found.seconds]
         yield f"cost: {cost[0]:,.0f} to {cost[1]:,.0f}, at {gpu_hour:g} a GPU and hour"
+    if is_captured(settings["data"]):
+        return
     yield (
         f"captured beforehand (python -m data), if no token is read twice: {found.captured / 1e9:,.1f} GB; with storage=fp8 or int8: "
         f"{found.captured_fp8 / 1e9:,.1f} GB"

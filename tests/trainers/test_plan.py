@@ -30,7 +30,7 @@ from headstart.trainers.losses import fused_loss
 from headstart.trainers.operations import Operations
 from headstart.trainers.plan import plan
 from headstart.trainers.plan_joint import adapted
-from headstart.trainers.plan_text import capturing, nearest, show_plan
+from headstart.trainers.plan_text import capturing, lines, nearest, show_plan
 from headstart.trainers.shapes import as_on_a_gpu, width_of, without_numbers, without_weights
 from tests.composed import composed
 from tests.doors import ROOT, call
@@ -179,6 +179,13 @@ def test_published_sizes() -> None:
         sizes = module.parameters_of(without_weights(module.config_of(settings(f"target={name}")["target"])[1]))
         assert sum(sizes.values()) / 1e9 == pytest.approx(billions, rel=0.01), name
         assert (sizes["dense"] + sizes["active"]) / 1e9 == pytest.approx(active, rel=0.03), name
+
+
+def test_what_is_captured_is_not_to_be_captured() -> None:
+    for name, said in (("stdlib", True), ("shards", False)):
+        asked = small("eagle")
+        asked["data"] = {"name": name}
+        assert any("captured beforehand" in line for line in lines(plan(asked), asked | {"gpu_hour": None})) == said
 
 
 def test_a_token_passes_all_experts_that_are_chosen() -> None:
