@@ -187,6 +187,11 @@ def explain(error: Exception, config_name: str, arguments: Sequence[str] | None 
         return f"{key}={values} has several values: {beside}--multirun {key}={values} makes a run for each"
     if isinstance(error, OverrideParseException):
         how = f": give {ARMS}, with both kinds of quotes" if error.override.startswith("arms=") else f": {text.splitlines()[0]}"
+        if "=" not in error.override:
+            how = ": settings are key=value"
+            is_folder = os.path.isdir(error.override)  # noqa: PTH112 (Path.is_dir raises for names that are too long)
+            if is_folder and "speculator" in defaults(config_name, ()).keys:
+                how += f" (speculator={error.override}?)"
         return f"cannot read {error.override!r} on the command line{how}"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _no_choice(*error.missing_cfg_file.partition("/")[::2], list(error.options or ()))

@@ -105,6 +105,16 @@ def test_a_mistake_is_met_with_what_was_meant(
     assert said in (line := capsys.readouterr().err) and line.count("\n") == 1
 
 
+def test_a_folder_without_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder, meant in (
+        (str(EAGLE), f"settings are key=value (speculator={EAGLE}?)\n"),
+        ("no/folder", "settings are key=value\n"),
+        ("x" * 300, "key=value\n"),
+    ):
+        assert call("inference", ["serve", folder], tmp_path, monkeypatch) == 2
+        assert capsys.readouterr().err.endswith(meant)
+
+
 def test_what_is_missing_is_said_with_its_comment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
