@@ -21,8 +21,9 @@ from headstart.heads.base import Drafter, TargetEnds, TargetShape
 from headstart.heads.errors import UserError, first_line
 from headstart.heads.formats.causal_lm import LOCAL, TOKENS, check_rope, quiet
 from headstart.heads.kinds import check_kinds
-from headstart.heads.lm import Backbone, ReadsTokens, stack_of
+from headstart.heads.lm import Backbone, stack_of
 from headstart.heads.memory import Memory
+from headstart.heads.reads_tokens import ReadsTokens
 from headstart.heads.seal import keys_of
 from headstart.heads.stored import check_model, check_types, finite
 from headstart.heads.unembedding import Unembedding
@@ -70,7 +71,7 @@ class DraftLm(ReadsTokens, Drafter):
         hf = lm.config
         if hf.vocab_size != self.shape.vocab_size:
             raise UserError(f"the draft model has a vocabulary of {hf.vocab_size}, the target {self.shape.vocab_size}: they must share one")
-        check_kinds(hf, "the draft model")
+        check_kinds(hf, "the draft model", drafts=True)
         if getattr(hf, "layer_types", None) is not None and not hasattr(type(hf)(), "layer_types"):
             raise UserError(f"the draft model has layer_types in its config, which no model of the kind {hf.model_type} has")
         if getattr(hf, "final_logit_softcapping", None):

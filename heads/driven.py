@@ -74,11 +74,10 @@ def by_rule(config: Any, sees: Sees, by_kind: Mapping[str, Sees] | None = None) 
 
 
 def can_follow(module: Any, config: Any) -> bool:
-    """Whether a decoder looks up its attention by name, uses the one that can be replaced (sdpa), and lies on one device as a whole."""
+    """Whether a decoder uses the attention that can be replaced (sdpa), and lies on one device as a whole."""
     parameters = list(module.parameters())
     one = len({p.device for p in parameters}) == 1 and not any(hasattr(p, "full_tensor") for p in parameters)
-    asks = config._attn_implementation == "sdpa" and bool(getattr(module, "_supports_attention_backend", False))
-    return asks and one and parameters[0].device.type != "meta"
+    return config._attn_implementation == "sdpa" and one and parameters[0].device.type != "meta"
 
 
 def _attention(

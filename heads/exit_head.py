@@ -17,8 +17,9 @@ from headstart.heads.base import Drafter, TargetEnds, TargetShape, layer_sizes
 from headstart.heads.errors import UserError
 from headstart.heads.kinds import check_kinds
 from headstart.heads.layers import DecoderLayer, RMSNorm, Rope
-from headstart.heads.lm import Backbone, ReadsTokens, first_layers, scale_of
+from headstart.heads.lm import Backbone, first_layers, scale_of
 from headstart.heads.memory import Memory
+from headstart.heads.reads_tokens import ReadsTokens
 from headstart.heads.visibility import Sees
 
 
@@ -55,7 +56,7 @@ class ExitHead(ReadsTokens, Drafter):
         if ends.model is None:
             raise UserError("this drafter shares the target's first layers, but only its embedding and head are at hand here: "
                             "keep it on the target's device")  # fmt: skip
-        check_kinds(ends.model.config.get_text_config(), "the target")
+        check_kinds(ends.model.config.get_text_config(), "the target", drafts=True)
         self._shared = [Backbone(first_layers(ends.model, self.layers)[0])]
 
     @torch.no_grad()

@@ -15,7 +15,10 @@ from headstart.heads.errors import UserError
 from headstart.heads.visibility import ChainSees, Sees, zeros
 from headstart.heads.windows import WindowSees
 
-KINDS = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers that can forget rejected rows
+KINDS = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of attention
+RECURRENT = {"linear_attention", "conv"}  # kinds of layers with a state, which heads/recurrent.py drives
+ALONE = {"mlp", "moe"}  # kinds of layers that read each row alone
+DRIVEN = KINDS | RECURRENT | ALONE
 Masks = Tensor | dict[str, Tensor | None] | None  # as decoders of transformers take them
 
 
@@ -30,7 +33,7 @@ def masks(
     """
 
     def mask(kind: str) -> Tensor | None:
-        if follows and kind == "full_attention":
+        if kind not in KINDS or (follows and kind == "full_attention"):
             return None
         assert seen_BNM is not None
         rule = seen_BNM
@@ -46,6 +49,14 @@ def masks(
     return as_given(config, {kind: mask(kind) for kind in kinds_of(config)})
 
 
+def seen_of(sees: Sees, positions_BN: Tensor, before: int) -> Tensor:
+    """The rule as a boolean mask [B, N, M], for rows at these positions after ``before`` rows in memory."""
+    (B, n), device = positions_BN.shape, positions_BN.device
+    seen = sees.dense(n, before + n, device)
+    seen = torch.ones(1, 1, n, before + n, dtype=torch.bool, device=device) if seen is None else seen
+    return seen.expand(B, -1, -1, -1)[:, 0]
+
+
 def as_given(config: Any, by_kind: Mapping[str, Tensor | None]) -> Masks:
     """The dictionary itself where the config has kinds of layers, else its only value."""
     return dict(by_kind) if getattr(config, "layer_types", None) is not None else next(iter(by_kind.values()))
@@ -53,7 +64,7 @@ def as_given(config: Any, by_kind: Mapping[str, Tensor | None]) -> Masks:
 
 def rules(config: Any, sees: Sees, positions_BN: Tensor) -> dict[str, Sees] | None:
     """The rule of each kind of layer, for packed documents in an empty memory. None where some kind has no closed form."""
-    if not isinstance(sees, ChainSees) or sees.depth > 1 or not sees.closed_form or not kinds_of(config) <= KINDS:
+    if not isinstance(sees, ChainSees) or sees.depth > 1 or not sees.closed_form or not kinds_of(config) <= DRIVEN:
         return None
     found: dict[str, Sees] = {}
     for kind in kinds_of(config):
@@ -68,8 +79,9 @@ def rules(config: Any, sees: Sees, positions_BN: Tensor) -> dict[str, Sees] | No
 
 
 def kinds_of(config: Any) -> set[str]:
-    """The kinds of layers in a config."""
-    return set(layers_of(config))
+    """The kinds of layers in a config. A layer that has attention and a state side by side (Falcon-H1: "hybrid") is of two kinds."""
+    found = set(layers_of(config))
+    return found - {"hybrid"} | {"full_attention", "linear_attention"} if "hybrid" in found else found
 
 
 def layers_of(config: Any) -> Sequence[str]:
@@ -78,8 +90,13 @@ def layers_of(config: Any) -> Sequence[str]:
     return getattr(config, "layer_types", None) or ["sliding_attention" if windowed else "full_attention"]
 
 
-def check_kinds(config: Any, what: str) -> None:
-    """Raises UserError naming a kind of layer that cannot forget rejected rows. ``what``: the model's name in the error."""
-    foreign = kinds_of(config) | set(getattr(config, "layers_block_type", None) or ())
-    if foreign := foreign - KINDS - {"attention"}:
+def check_kinds(config: Any, what: str, drafts: bool = False) -> None:
+    """Raises UserError naming a kind of layer that cannot forget rejected rows. ``what``: the model's name in the error. ``drafts``: it
+    reads guesses one after another, so that recurrent layers would have to save their state at every guess.
+    """
+    kinds = kinds_of(config)
+    if drafts and (states := kinds & RECURRENT):
+        raise UserError(f"{what}: layers of kind {min(states)} keep a state, which guesses would change: take another drafter")
+    foreign = kinds | set(getattr(config, "layers_block_type", None) or ()) - {"attention", "mamba", "hybrid"}
+    if foreign := foreign - DRIVEN:
         raise UserError(f"{what}: layers of kind {min(foreign)} cannot drop rejected positions, trees cannot be verified")

@@ -1,17 +1,12 @@
-"""A language model of transformers as a drafter. Drafters that are a whole language model, or its first layers, share this code.
+"""A language model of transformers that reads rows by our visibility rules: the target, and drafters that are a language model.
 
-Such a drafter reads no state of the target: root t feeds it the token x[t+1]. It must also read x[0], which no root chose, so its memory
-holds one row more than there are roots. With true tokens, its guess of depth d from root t equals its guess of depth 1 from root t+d-1.
-So training depth 1 trains every depth.
-
-Shape suffixes: B batch, T roots, N rows of any kind, M rows in memory, D hidden.
+Shape suffixes: B batch, N rows of any kind, M rows in memory, D hidden.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from abc import abstractmethod
 from collections.abc import Collection
 from contextlib import nullcontext
 from functools import cached_property
@@ -20,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.base import Draft, Roots, rows_of
 from headstart.heads.driven import alone, by_rule, can_follow
 from headstart.heads.errors import UserError
-from headstart.heads.kinds import as_given, kinds_of, masks, rules
+from headstart.heads.kinds import RECURRENT, as_given, kinds_of, masks, rules, seen_of
 from headstart.heads.lean import Lean, lean, stand_in
-from headstart.heads.memory import AsCache, Memory, Segment, Slots, joined
+from headstart.heads.memory import AsCache, Memory, Passing, Segment, Slots, joined
 from headstart.heads.prepack import prepack
+from headstart.heads.recurrent import mixers_of, reading
 from headstart.heads.visibility import CausalSees, ChainSees, MaskSees, Sees
 
 if TYPE_CHECKING:
@@ -35,47 +30,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 POSITIONS = -1  # memory layer that stores the positions of its rows (as keys) where windows need them
-
-
-class ReadsTokens:
-    """``begin`` and ``step`` of a drafter that reads only tokens. A subclass implements ``states``."""
-
-    unrolls = False
-
-    @abstractmethod
-    def states(self, tokens_BN: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees) -> Tensor:
-        """The states [B, N, D] for the unembedding. ``positions_BN``: of the tokens themselves, not of their roots."""
-
-    def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
-        """Read the chosen tokens; in the first call of a sequence, x[0] in front of them."""
-        return Draft(rows_of(self.read_roots(roots, memory, sees)[0], ask))
-
-    def read_roots(self, roots: Roots, memory: Memory, sees: Sees) -> tuple[Tensor, Sees, int]:
-        """Returns the states after the roots' chosen tokens [B, T, D], the rule by which all rows were read, and how many of these rows are
-        in front of the roots' own: 1 in the first call of a sequence, else 0.
-        """
-        tokens, positions, first = roots.chosen_BT, roots.positions_BT + 1, int(memory.rows() == 0)
-        if first:  # x[0] goes in front; positions are those of the tokens, which restart at each document
-            tokens = torch.cat([roots.read_BT[:, :1], tokens], dim=1)
-            positions = torch.cat([roots.positions_BT, positions[:, -1:]], dim=1)
-            n = tokens.shape[1]
-            sees = _of_tokens(sees) if isinstance(sees, ChainSees) else CausalSees(n, n)
-        return self.states(tokens, positions, memory, sees)[:, first:], sees, first
-
-    def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
-        """Read the drafted tokens, at the positions of the tokens themselves."""
-        if isinstance(sees, ChainSees):  # here too one row in front, so that row i continues row i of ``begin``
-            padded = [torch.cat([x[:, :1], x], dim=1) for x in (tokens_BN, positions_BN + 1)]
-            return Draft(self.states(padded[0], padded[1], memory, _of_tokens(sees))[:, 1:])
-        return Draft(self.states(tokens_BN, positions_BN + 1, memory, sees))
-
-
-def _of_tokens(sees: ChainSees) -> ChainSees:
-    """The rule over tokens x[0..T] instead of roots: row i is x[i]. The last row belongs to no document."""
-    documents = sees.documents_BT
-    if documents is not None:
-        documents = torch.cat([documents, torch.full_like(documents[:, :1], -1)], dim=1)
-    return ChainSees(documents, sees.depth, sees.closed_form)
 
 
 class Backbone:
@@ -87,6 +41,7 @@ class Backbone:
         rotates = getattr(self.config, "rope_parameters", None)
         self.table = None if rotates else getattr(self.config, "max_position_embeddings", None)  # number of learned positions; None: none
         self.windows = kinds_of(self.config) != {"full_attention"}
+        self.mixers = mixers_of(module) if kinds_of(self.config) & RECURRENT else []
         self._follows: bool | None = None
 
     @property
@@ -183,7 +138,7 @@ class Backbone:
         inputs: dict[str, Any] = {"input_ids": tokens_BN, "position_ids": positions_BN}
         if self.table is not None:  # guesses beyond the end of the context, and padding rows, have no learned position
             inputs["position_ids"] = positions_BN.clamp(0, self.table - 1)
-        if isinstance(sees, CausalSees) and sees.rows == sees.memory and memory.rows() == 0:
+        if isinstance(sees, CausalSees) and sees.rows == sees.memory and memory.rows() == 0 and not self.mixers:
             return self._text(inputs, positions_BN, memory, taps)
         keys_BM = None
         if self.windows:
@@ -194,15 +149,21 @@ class Backbone:
         self, sees: Sees, before: int, keys_BM: Tensor | None, taps: Collection[int], **inputs: Any
     ) -> tuple[dict[int, Tensor], Tensor]:
         """Call the module by a rule, with ``before`` rows in memory. ``keys_BM``: positions of all rows in memory, which windows need."""
+        _ = self.follows  # found out now: it reads rows too
+        memory = inputs["past_key_values"].memory if "past_key_values" in inputs else Passing()
+        with alone(self.config), reading(self.mixers, sees, before, inputs["position_ids"], keys_BM, memory):
+            return self._attend_by(sees, before, keys_BM, taps, **inputs)
+
+    def _attend_by(
+        self, sees: Sees, before: int, keys_BM: Tensor | None, taps: Collection[int], **inputs: Any
+    ) -> tuple[dict[int, Tensor], Tensor]:
+        """``run_by`` for the layers with attention."""
         positions_BN, follows, seen = inputs["position_ids"], self.follows, None
         if follows and not before and (by_kind := rules(self.config, sees, positions_BN)) is not None:
             with by_rule(self.config, sees, by_kind) as marks:
                 return self.run(taps, attention_mask=as_given(self.config, marks), **inputs)
         if self.windows or not follows:
-            (B, n), device = positions_BN.shape, positions_BN.device
-            seen = sees.dense(n, before + n, device)
-            seen = torch.ones(1, 1, n, before + n, dtype=torch.bool, device=device) if seen is None else seen
-            seen = seen.expand(B, -1, -1, -1)[:, 0]
+            seen = seen_of(sees, positions_BN, before)
         mask = masks(self.config, self.module.dtype, seen, positions_BN, keys_BM, follows)
         with by_rule(self.config, sees) if follows else nullcontext():
             return self.run(taps, attention_mask=mask, **inputs)

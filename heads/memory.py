@@ -38,6 +38,12 @@ class Memory:
 
     def __init__(self) -> None:
         self.layers: dict[int, list[Segment]] = {}
+        self.states: dict[int, list[Any]] = {}  # saved by recurrent layers (heads/recurrent.py): sequence -> the last one or two
+        self.sure: int | None = None  # how many of the next pass's first rows will surely be kept; None: all. It spares them work
+
+    def known(self, b: int) -> tuple[int, int | None]:
+        """(the sequence of row b of a pass, how many of its first rows will surely be kept; None: all)."""
+        return b, self.sure
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> list[Segment]:
         """Append rows, [B, h, N, d] each. Returns all segments of the layer, oldest first."""
@@ -141,6 +147,8 @@ class Slots(Memory):
     def keep(self, first: int, rows: Sequence[int]) -> None:
         """Keep the first ``first`` rows and, of the rows behind them, ``rows`` (ascending, counted from there). Forget all others."""
         if list(rows) != list(range(len(rows))):
+            same = first + next(i for i, row in enumerate(rows) if i != row)
+            self.states = {b: [state for state in saved if state.rows <= same] for b, saved in self.states.items()}
             index = torch.tensor([first + row for row in rows])
             for (keys, values), *_ in self.layers.values():
                 for x in (keys, values):

@@ -15,7 +15,7 @@ from headstart.heads import hub
 from headstart.heads.base import Roots, TargetEnds, TargetShape
 from headstart.heads.errors import UserError
 from headstart.heads.unroll import unroll
-from headstart.inference.settings import open_decode, open_target
+from headstart.inference.settings import open_decode
 from headstart.trainers.divergences import names
 from headstart.trainers.learner import Learner
 from headstart.trainers.terms import BESIDE
@@ -27,7 +27,6 @@ BILLIONS = {  # of parameters, as published; of the multimodal ones the text par
     "llama4_scout": 109, "llama70b": 70.6, "llama8b": 8.03, "mixtral_8x7b": 46.7, "qwen3_235b": 235, "qwen3_30b_a3b": 30.5,
     "qwen3_32b": 32.8, "qwen3_5_35b_a3b": 35, "qwen3_8b": 8.2, "smollm2_135m": 0.1345,
 }  # fmt: skip
-REFUSED = {"qwen3_5_35b_a3b"}  # shapes only: linear attention
 OUTWEIGHED = {("smollm2_135m", head) for head in ("hydra", "medusa")}  # by five output heads: a drafter wants a larger target
 
 
@@ -117,16 +116,10 @@ def test_every_drafter_fits_every_target(name: str) -> None:
         assert weights > 0 and fits != ((name, head) in OUTWEIGHED), head
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_a_target_that_cannot_be_verified_is_refused_before_it_is_fetched(name: str) -> None:
-    with pytest.raises(UserError, match=f"^{name}: layers of kind linear_attention cannot drop rejected positions"):
-        open_target(target_yaml(name))
-
-
-def test_the_others_are_not_refused() -> None:
+def test_no_preset_is_refused_by_its_kind() -> None:
     from headstart.heads.kinds import check_kinds
 
-    for name in set(PRESETS) - REFUSED:
+    for name in PRESETS:
         check_kinds(model_of(name).config, name)
 
 

@@ -19,6 +19,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
     "gpt_oss": dict(sliding_window=16, num_local_experts=4, num_experts_per_tok=2),
 }
+DELTA = dict(linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4)
+MAMBA = dict(mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1, mamba_chunk_size=8)
 # more architectures, for test_other_targets.py
 OTHERS: dict[str, dict[str, Any]] = {
     "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, mlp_only_layers=[0]),
@@ -29,6 +31,14 @@ OTHERS: dict[str, dict[str, Any]] = {
     "llama4_text": dict(  # queries are scaled anew every 4 positions (8192 in the published ones)
         intermediate_size_mlp=48, num_local_experts=4, interleave_moe_layer_step=2, attention_chunk_size=16, floor_scale=4, attn_scale=0.5,
     ),
+    # with recurrent layers: Gated DeltaNet, short convolutions, Mamba in layers of its own, Mamba beside attention
+    "qwen3_5_text": DELTA,
+    "lfm2": dict(layer_types=["conv", "conv", "full_attention"] * 2),
+    "nemotron_h": dict(
+        MAMBA, mamba_num_heads=4, mamba_head_dim=16, ssm_state_size=8, n_groups=2, chunk_size=8, moe_shared_expert_intermediate_size=16,
+        layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention", "mlp", "full_attention"],
+    ),
+    "falcon_h1": dict(MAMBA, mamba_d_ssm=64),
 }  # fmt: skip
 
 

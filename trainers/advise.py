@@ -21,7 +21,7 @@ from rich.console import Console
 from headstart.heads import hub, seal
 from headstart.heads.base import Drafter, TargetShape
 from headstart.heads.errors import UserError, counted
-from headstart.heads.kinds import layers_of
+from headstart.heads.kinds import KINDS, layers_of
 from headstart.heads.stored import read_json
 from headstart.inference.reports.render import table
 from headstart.inference.reports.report import Report
@@ -130,14 +130,17 @@ def target_of(where: dict[str, Any]) -> tuple[TargetShape, Model]:
 def cache_of(hf: Any, shape: TargetShape) -> dict[str, Any]:
     """The fields of ``Model`` that say what the target's KV cache takes in an engine. Layers with latent attention (DeepSeek) keep one
     vector for the keys and values of all heads. Layers with a window or chunks (Gemma, gpt-oss, Llama 4) keep at most that many tokens.
+    Recurrent layers (Qwen3.5) keep none.
     """
     text = hf.get_text_config()
     latent = getattr(text, "kv_lora_rank", None)
     layer = latent + text.qk_rope_head_dim if latent else 2 * shape.kv_heads * shape.head_dim
-    kinds, whole = layers_of(text), shape.layers * layer * BF16
-    cache = whole * kinds.count("full_attention") / len(kinds)
+    kinds = layers_of(text)
+    each = shape.layers * layer * BF16 / len(kinds)
+    cache = each * sum(kind in ("full_attention", "hybrid") for kind in kinds)
+    windowed = each * sum(kind in KINDS - {"full_attention"} for kind in kinds)
     window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None) or 0
-    return {"cache": cache, "windowed": whole - cache, "window": window}
+    return {"cache": cache, "windowed": windowed, "window": window}
 
 
 def drafter_of(head: str, shape: TargetShape, **settings: Any) -> tuple[Drafter, Model]:

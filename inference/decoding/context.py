@@ -38,6 +38,7 @@ class Context:
         if tree is not None and not tree.is_chain:
             positions_R = F.pad(tree.depths_BN[0], (1, 0)) + P
             sees = MaskSees(torch.cat([tree.rows().new_ones(1, R, P), tree.rows()], dim=2))
+        self.memory.sure = None if tree is None else 1
         return self.target.read_rows(tokens_R[None], positions_R[None], self.memory, sees, self.taps)
 
     def read_prompt(self, tokens_T: Tensor) -> tuple[dict[int, Tensor], Tensor]:

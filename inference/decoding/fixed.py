@@ -48,12 +48,18 @@ class FixedMemory(Memory):
         """Set what the next passes see: the first ``sequences`` sequences, ``padded_length`` kept rows, and scratch for ``nodes`` rows."""
         self.sequences, self.padded_length, self.nodes, self.node_slot = sequences, padded_length, nodes, -1
 
-    def load(self, places: Sequence[int], kept: Sequence[int], rows: int) -> Sees:
+    def known(self, b: int) -> tuple[int, int | None]:
+        """In a round, the root row is kept whatever the target says of the nodes. Of a prompt, all rows but the padding are kept."""
+        return (b, 1) if self.loading is None else (int(self.loading[b]), self.real[b])
+
+    def load(self, places: Sequence[int], kept: Sequence[int], rows: int, real: Sequence[int] = ()) -> Sees:
         """Prepare for reading ``rows`` rows of prompt in each of these sequences, after the ``kept`` rows of each. Returns the rule of
         visibility. Either all of the sequences begin (kept is 0), or none does. Padding stands after the real rows, which do not see it.
+        ``real``: the number of real rows of each; empty: all are.
         """
         device = self.kept_B.device
         self.loading, self.written, self.fresh = torch.tensor(places, device=device)[:, None], 0, not any(kept)
+        self.real = real or [rows] * len(places)
         self.upto = min(max(kept) + rows, self.capacity)  # rows beyond the capacity are padding
         self.before = self.upto - rows  # above 0 where prompts go on: ``rows`` is below the capacity
         self.kept_B[self.loading[:, 0]] = torch.tensor(kept, device=device)
@@ -67,10 +73,11 @@ class FixedMemory(Memory):
             for buffer in pairs[0]:
                 buffer[goal, :, self.scratch : self.scratch + rows] = buffer[source, :, self.scratch : self.scratch + rows]
         self.kept_B[goal] = rows
+        self.states[goal] = list(self.states.get(source, ()))
 
     def _new_buffers(self, layer: int, k: Tensor, v: Tensor) -> Segment:
         """Buffers for keys and values like these of one layer, out of their device's stack. (A layer below 0 is none of the model's.)"""
-        layers = self.alike.get(k.device, 1) if layer >= 0 else 1
+        layers = self.alike.get(k.device, 1) if layer >= 0 and v.shape[3] else 1  # rows of recurrent layers have no values
         count = 2 * layers if (k.shape[1], k.shape[3]) == (v.shape[1], v.shape[3]) else layers
         return self._new_buffer(k, count), self._new_buffer(v, count)
 

@@ -59,9 +59,9 @@ class Rounds:
         self.target, self.drafter, self.rule, self.device = target, drafter, rule, target.device
         self.path = 1 + max((p.depth for p in trees), default=0)  # P
         self.waits = max(self.path, waits)  # A
-        # A graph spans one device. These rotations depend on the longest position of a pass, so computing them waits for the device.
-        turns = any(rope.get("rope_type") in ("dynamic", "longrope") for rope in rotations(target.config))
-        can = (self.device.type == "cuda" and not target.spread and not turns) if graphs is None else graphs
+        # A graph spans one device, and nothing in it waits for the device, as the plans of recurrent layers and these rotations do.
+        waits = target.reader.mixers or any(rope.get("rope_type") in ("dynamic", "longrope") for rope in rotations(target.config))
+        can = (self.device.type == "cuda" and not target.spread and not waits) if graphs is None else graphs
         self.graphs = Graphs(self.device) if can else None
         self.looks = self.device.type == "cpu" and not can  # reading a value costs nothing on a CPU, so rows that nobody needs are skipped
         self.positions = min(target.shape.max_positions, target.rope_switch or target.shape.max_positions)  # every position is below this
@@ -128,7 +128,7 @@ class Rounds:
         positions_nT = (read_n1 + torch.arange(T, device=device)).clamp_(max=self.positions - 1)
         taps = self.drafter.taps if follow and self.drafter is not None else ()
         try:
-            sees = self.cache.load(places, read, T)
+            sees = self.cache.load(places, read, T, [*map(len, pieces)])
             states, final = self.target.read_rows(tokens_nT, positions_nT, self.cache, sees, taps)
             last_n1 = length_n1 - 1
             raw_n1V = logits_n1V = wide(self.target.logits(final.gather(1, last_n1[..., None].expand(-1, -1, final.shape[2]))))

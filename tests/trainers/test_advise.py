@@ -57,6 +57,7 @@ def test_seconds_of_a_pass() -> None:
         ("gemma3_27b", 10 * 2 * 16 * 128 * 2, 52 * 2 * 16 * 128 * 2, 1024),
         ("gpt_oss_20b", 12 * 2 * 8 * 64 * 2, 12 * 2 * 8 * 64 * 2, 128),
         ("llama4_scout", 12 * 2 * 8 * 128 * 2, 36 * 2 * 8 * 128 * 2, 8192),
+        ("qwen3_5_35b_a3b", 10 * 2 * 2 * 256 * 2, 0, 0),  # every fourth layer; the others have a state of fixed size
     ],
 )
 def test_what_the_cache_of_other_attention_takes(name: str, full: int, windowed: int, window: int) -> None:

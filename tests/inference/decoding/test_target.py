@@ -25,6 +25,12 @@ from tests.tiny_targets import ARCHITECTURES, OTHERS, tiny_target
 MORE: dict[str, dict[str, Any]] = {"mistral": dict(sliding_window=16), "gemma2": dict(sliding_window=16, query_pre_attn_scalar=16)}
 ALL = [*ARCHITECTURES, *OTHERS, *MORE]
 EXACT = dict(rtol=0, atol=5e-5)
+# recurrent layers sum in fp32 over the whole text, in chunks whose borders depend on where a pass begins (in float64: test_recurrent.py)
+LONG_SUMS = dict(rtol=0, atol=3e-3)
+
+
+def exact(architecture: str) -> dict[str, float]:
+    return LONG_SUMS if target_of(architecture).reader.mixers else EXACT
 
 
 @functools.cache
@@ -46,9 +52,9 @@ def test_tapped_states_are_the_hidden_states(architecture: str) -> None:
     assert sorted(states) == list(range(7))
     for b in (0, 1):
         for k, expected in enumerate(alone(target, tokens[b])):
-            torch.testing.assert_close(states[k][b], expected, **EXACT)
+            torch.testing.assert_close(states[k][b], expected, **exact(architecture))
         logits = target.model(torch.tensor([tokens[b]])).logits[0]
-        torch.testing.assert_close(target.logits(final[b]), logits, rtol=0, atol=1e-4)
+        torch.testing.assert_close(target.logits(final[b]), logits, rtol=0, atol=2 * exact(architecture)["atol"])
     assert torch.equal(states[6], final)
     few, again = target.read(torch.tensor(tokens), torch.arange(40).expand(2, -1), (4,))
     assert list(few) == [4] and torch.equal(few[4], states[4]) and torch.equal(again, final)
@@ -67,8 +73,8 @@ def test_packed_documents_are_read_as_if_alone(architecture: str) -> None:
         for text in row:
             expected, rows = alone(target, text), slice(start, start + len(text))
             for k in (0, 2, 6):
-                torch.testing.assert_close(states[k][b, rows], expected[k], **EXACT)
-            torch.testing.assert_close(final[b, rows], expected[-1], **EXACT)
+                torch.testing.assert_close(states[k][b, rows], expected[k], **exact(architecture))
+            torch.testing.assert_close(final[b, rows], expected[-1], **exact(architecture))
             start += len(text)
 
 
@@ -98,9 +104,9 @@ def test_a_tree_in_one_pass_equals_its_paths_read_plainly(architecture: str, pre
         states, final = context.read(torch.tensor([root, *tree.tokens_BN[0]]), tree)
         for node in range(-1, len(tree)):
             expected = alone(target, [*said, root, *tree.tokens_BN[0, path_of(tree, node)].tolist()])
-            torch.testing.assert_close(final[0, node + 1], expected[-1][-1], **EXACT)
+            torch.testing.assert_close(final[0, node + 1], expected[-1][-1], **exact(architecture))
             for k in (0, 3, 6):
-                torch.testing.assert_close(states[k][0, node + 1], expected[k][-1], **EXACT)
+                torch.testing.assert_close(states[k][0, node + 1], expected[k][-1], **exact(architecture))
         path = path_of(tree, dice.randrange(len(tree)))
         context.keep([0, *(node + 1 for node in path)])
         said += [root, *tree.tokens_BN[0, path].tolist()]
@@ -139,13 +145,6 @@ def test_the_target_is_frozen_and_its_shape_is_its_configs(architecture: str) ->
     assert (s.hidden_size, s.layers, s.heads, s.kv_heads, s.head_dim, s.vocab_size, s.max_positions) == (32, 6, 2, 1, 16, 96, 256)
     assert s.model_type == architecture and "rope_theta" in s.rope and s.dtype == "float32"
     json.dumps(target.card)
-
-
-def test_a_target_that_cannot_drop_positions_is_refused() -> None:
-    linear = dict(linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=2)
-    experts = dict(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16, shared_expert_intermediate_size=16)
-    with pytest.raises(UserError, match="layers of kind linear_attention cannot drop rejected positions"):
-        tiny_target("qwen3_next", **linear, **experts)
 
 
 def test_an_output_head_with_a_bias_is_refused() -> None:
