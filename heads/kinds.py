@@ -96,7 +96,7 @@ def check_kinds(config: Any, what: str, drafts: bool = False) -> None:
     """
     kinds = kinds_of(config)
     if drafts and (states := kinds & RECURRENT):
-        raise UserError(f"{what}: layers of kind {min(states)} keep a state, which guesses would change: take another drafter")
+        raise UserError(f"{what}: layers of kind {min(states)} keep a state, which guesses would change: draft with something else")
     foreign = kinds | set(getattr(config, "layers_block_type", None) or ()) - {"attention", "mamba", "hybrid"}
     if foreign := foreign - DRIVEN:
         raise UserError(f"{what}: layers of kind {min(foreign)} cannot drop rejected positions, trees cannot be verified")

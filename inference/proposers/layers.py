@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from headstart.heads.base import Draft, Drafter, Roots
 from headstart.heads.errors import UserError
+from headstart.heads.kinds import check_kinds
 from headstart.heads.memory import AsCache, Memory, Segment
 from headstart.heads.visibility import MaskSees, Sees
 from headstart.inference.decoding.context import Context
@@ -107,6 +108,7 @@ def values_returned(target: Target, kind: str, parts: tuple[str, ...]) -> dict[n
 
     ``kind``: the proposer, for errors. Raises UserError where the target's layers cannot be skipped.
     """
+    check_kinds(target.config, f"proposer {kind}: {target.name}", drafts=True)
     if getattr(target.config, "num_kv_shared_layers", 0):
         raise UserError(f"proposer {kind}: layers of {target.name} share keys and values, none can be left out")
     modules: list[nn.Module] = []

@@ -25,6 +25,8 @@ from headstart.inference.decoding.probe import check_driven
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
+from headstart.inference.proposers.early_exit import EarlyExit
+from headstart.inference.proposers.swift import Swift
 from tests.drafters import make, random_tokens
 from tests.tiny_targets import DELTA, MAMBA, OTHERS, tiny_target
 
@@ -70,8 +72,12 @@ def test_what_cannot_continue_a_text_by_several_rows_is_refused() -> None:
 
 
 def test_a_drafter_made_of_such_layers_is_refused() -> None:
-    with pytest.raises(UserError, match="layers of kind conv keep a state, which guesses would change"):
-        make("exit_head", TARGET("lfm2"))
+    target, refused = TARGET("lfm2"), "layers of kind conv keep a state, which guesses would change: draft with something else"
+    with pytest.raises(UserError, match=f"the target: {refused}"):
+        make("exit_head", target)
+    for proposer in (EarlyExit, Swift):
+        with pytest.raises(UserError, match=f"proposer (early_exit|swift): lfm2: {refused}"):
+            proposer(target)
 
 
 def path_of(tree: Tree, node: int) -> list[int]:
