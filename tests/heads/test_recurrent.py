@@ -170,6 +170,29 @@ def test_kept_rows_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows[5:] == [40, 1, 1, 1]  # plain decoding: each row once
 
 
+def test_layers_on_several_devices_keep_their_hooks() -> None:
+    """accelerate's wrapper, which moves a layer's inputs, is called inside and stays afterwards; also after an error."""
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    class Counts(ModelHook):
+        calls = 0
+
+        def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return args, kwargs
+
+    target, hook = tiny_target("lfm2"), Counts()
+    expected = generate(target, None, random_tokens(9, 1), new_tokens=5).tokens
+    layer = target.reader.mixers[0].module
+    add_hook_to_module(layer, hook)
+    wrapper = layer.forward
+    assert generate(target, None, random_tokens(9, 1), new_tokens=5).tokens == expected
+    assert hook.calls == 5 and layer.forward is wrapper
+    with pytest.raises(IndexError):
+        target.read(torch.tensor([[96, 1]]), torch.tensor([[0, 0]]), ())
+    assert layer.forward is wrapper
+
+
 def test_the_paths_of_a_tree_in_any_order_of_memory() -> None:
     dice = random.Random(3)
     for _ in range(50):
