@@ -77,7 +77,7 @@ def test_mended_scales_are_the_models_own_in_plain_reading() -> None:
     assert (later - before).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize(("wrapper", "family"), [("gemma3", "gemma3_text"), ("llama4", "llama4_text")])
+@pytest.mark.parametrize(("wrapper", "family"), [("gemma3", "gemma3_text"), ("llama4", "llama4_text"), ("qwen3_5", "qwen3_5_text")])
 def test_the_text_part_of_a_multimodal_folder_is_a_target(wrapper: str, family: str, tmp_path: Path) -> None:
     """As they are published: text and vision in one config, loaded as a causal LM."""
     from tokenizers import Tokenizer
@@ -92,6 +92,7 @@ def test_the_text_part_of_a_multimodal_folder_is_a_target(wrapper: str, family: 
         "num_attention_heads": 2,
         "image_size": 28,
         "patch_size": 14,
+        **({"depth": 1, "num_heads": 2, "out_hidden_size": 32, "num_position_embeddings": 16} if wrapper == "qwen3_5" else {}),
     }
     config = AutoConfig.for_model(wrapper, text_config=text, vision_config=vision, tie_word_embeddings=wrapper == "gemma3")
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
