@@ -125,6 +125,7 @@ def tune(config: dict[str, Any]) -> None:
     asked = fitting(config["prompts"], config["count"], target, config["new_tokens"], config["on_long"], keys=keys)
     say_limit(asked, "count", config["count"])
     tuned = tune.tune(target, drafter, asked, sequences=config["sequences"], new_tokens=config["new_tokens"])
+    print(*plans.summary(tuned), sep="\n")
     folder = Path(config["out"] or config["speculator"])
     try:
         plans.write(tuned, folder)
@@ -132,7 +133,7 @@ def tune(config: dict[str, Any]) -> None:
             prior.write(folder, prior.measure(target, drafter, asked))
     except OSError as e:
         raise UserError(f"{folder} cannot be written ({e}): give out=DIR") from e
-    print(*plans.summary(tuned), f"written: {folder / plans.NAME}, decode.png", sep="\n")
+    print(f"written: {folder / plans.NAME}, decode.png")
 
 
 def say_limit(asked: list[list[int]], key: str, most: int | None) -> None:
