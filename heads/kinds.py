@@ -19,6 +19,9 @@ KINDS = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of
 RECURRENT = {"linear_attention", "conv"}  # kinds of layers with a state, which heads/recurrent.py drives
 ALONE = {"mlp", "moe"}  # kinds of layers that read each row alone
 DRIVEN = KINDS | RECURRENT | ALONE
+# Kinds of models whose recurrent layers, in transformers 5.19, do not continue a text by several rows. The probe would find it out too,
+# but only after the weights were fetched.
+STUCK = {"jamba", "minimax"}
 Masks = Tensor | dict[str, Tensor | None] | None  # as decoders of transformers take them
 
 
@@ -95,6 +98,10 @@ def check_kinds(config: Any, what: str, drafts: bool = False) -> None:
     reads guesses one after another, so that recurrent layers would have to save their state at every guess.
     """
     kinds = kinds_of(config)
+    if config.model_type in STUCK:
+        raise UserError(
+            f"{what}: models of kind {config.model_type} cannot continue a text by several tokens at once, as verification does"
+        )
     if drafts and (states := kinds & RECURRENT):
         raise UserError(f"{what}: layers of kind {min(states)} keep a state, which guesses would change: draft with something else")
     foreign = kinds | set(getattr(config, "layers_block_type", None) or ()) - {"attention", "mamba", "hybrid"}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.heads import recurrent
+from headstart.heads import kinds, recurrent
 from headstart.heads.errors import UserError
 from headstart.heads.memory import Memory
 from headstart.heads.recurrent import Call, paths_of
@@ -62,13 +62,18 @@ def test_more_architectures_are_driven(architecture: str, monkeypatch: pytest.Mo
         check_driven(target)
 
 
-def test_what_cannot_continue_a_text_by_several_rows_is_refused() -> None:
-    """MiniMax has a cache of its own; transformers' Jamba forgets its state whenever it reads more than one row."""
-    layers = ["linear_attention", "full_attention"] * 3
+def test_what_cannot_continue_a_text_by_several_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MiniMax has a cache of its own; transformers' Jamba forgets its state whenever it reads more than one row. The probe finds it, too."""
+    minimax = dict(layer_types=["linear_attention", "full_attention"] * 3, num_local_experts=2)
+    jamba = dict(attn_layer_period=2, attn_layer_offset=1, num_experts=2, num_experts_per_tok=1, mamba_d_state=8)
+    for kind, settings in (("minimax", minimax), ("jamba", jamba)):
+        with pytest.raises(UserError, match=f"{kind}: models of kind {kind} cannot continue a text by several tokens at once"):
+            tiny_target(kind, **settings)
+    monkeypatch.setattr(kinds, "STUCK", ())
     with pytest.raises(UserError, match="minimax: its decoder cannot be driven from outside"):
-        check_driven(tiny_target("minimax", layer_types=layers, num_local_experts=2))
+        check_driven(tiny_target("minimax", **minimax))
     with pytest.raises(UserError, match=r"jamba: its attention cannot be driven from outside .a tree of guesses is read \d+% off"):
-        check_driven(tiny_target("jamba", attn_layer_period=2, attn_layer_offset=1, num_experts=2, num_experts_per_tok=1, mamba_d_state=8))
+        check_driven(tiny_target("jamba", **jamba))
 
 
 def test_a_drafter_made_of_such_layers_is_refused() -> None:
