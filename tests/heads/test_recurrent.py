@@ -63,7 +63,7 @@ def test_more_architectures_are_driven(architecture: str, monkeypatch: pytest.Mo
 
 
 def test_what_cannot_continue_a_text_by_several_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MiniMax has a cache of its own; transformers' Jamba forgets its state whenever it reads more than one row. The probe finds it, too."""
+    """MiniMax has a cache of its own; transformers' Jamba forgets its state whenever it reads several rows. The probe finds it, too."""
     minimax = dict(layer_types=["linear_attention", "full_attention"] * 3, num_local_experts=2)
     jamba = dict(attn_layer_period=2, attn_layer_offset=1, num_experts=2, num_experts_per_tok=1, mamba_d_state=8)
     for kind, settings in (("minimax", minimax), ("jamba", jamba)):
