@@ -180,12 +180,13 @@ def test_a_target_says_the_same(family: str, tied: bool, order: str, monkeypatch
     assert any(map(orders.is_packed, target.model.parameters()))
     found, found_final = target.read(*read)
     rows, rows_final = target.read_rows(*read[:2], target.new_memory(), CausalSees(20, 20), read[2])
+    atol = 1e-3 if target.reader.mixers else 1e-4  # recurrent layers sum over the whole text
     for tap, state in states.items():
-        torch.testing.assert_close(found[tap], state, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(rows[tap], state, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found[tap], state, rtol=1e-4, atol=atol)
+        torch.testing.assert_close(rows[tap], state, rtol=1e-4, atol=atol)
     for said in (found_final, rows_final):
-        torch.testing.assert_close(target.logits(said), target.logits(final), rtol=1e-4, atol=1e-3)
-    torch.testing.assert_close(target.model(tokens).logits, logits, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(target.logits(said), target.logits(final), rtol=1e-4, atol=10 * atol)
+    torch.testing.assert_close(target.model(tokens).logits, logits, rtol=1e-4, atol=10 * atol)
 
 
 @pytest.mark.parametrize(

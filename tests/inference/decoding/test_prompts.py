@@ -116,8 +116,8 @@ def test_padding_hides_nothing_that_was_read(monkeypatch: pytest.MonkeyPatch) ->
     """A piece whose padding is as long as a sequence may be: a draft model that finds nothing before it would begin anew."""
     target, load, before = TARGET(), FixedMemory.load, list[int]()
 
-    def noting(self: FixedMemory, places: Sequence[int], kept: Sequence[int], rows: int) -> Sees:
-        sees = load(self, places, kept, rows)
+    def noting(self: FixedMemory, places: Sequence[int], kept: Sequence[int], rows: int, real: Sequence[int] = ()) -> Sees:
+        sees = load(self, places, kept, rows, real)
         before.extend([self.rows()] * any(kept))
         return sees
 
