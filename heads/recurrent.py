@@ -23,7 +23,8 @@ from headstart.heads.kinds import seen_of
 from headstart.heads.memory import Memory, joined
 from headstart.heads.visibility import ChainSees, Sees
 
-BESIDE = -2  # minus the layer's number: the layer of memory for a recurrent layer that stands beside attention
+BESIDE = -2  # less the layer's number: the layer of memory for a recurrent layer that stands beside attention, as in Falcon-H1
+CHUNK = 64  # rows in a chunk of Gated DeltaNet
 Parts = tuple[Tensor, Tensor | None]  # a layer's state after some rows of one sequence: of its convolution, and of its recurrence if any
 
 
@@ -50,15 +51,37 @@ class Mixer(NamedTuple):
     module: Any
     place: int  # the layer of memory that holds its rows
     cache: str  # the argument that takes its states
+    chunked: bool  # whether ``chunk_size`` can be passed to it
+
+    def run(self, forward: Callable[..., Tensor], x_CLD: Tensor, cache: Any) -> Tensor:
+        """Its own ``forward``. On a CPU transformers pads a text to whole chunks of 64 rows, or of Mamba's ``chunk_size``: a text that is
+        shorter is read as one chunk of a smaller size.
+        """
+        inputs, own = {self.cache: cache}, getattr(self.module, "chunk_size", None)
+        size = 1 << (x_CLD.shape[1] - 1).bit_length()
+        if x_CLD.device.type != "cpu" or size >= (own or CHUNK):
+            return forward(x_CLD, **inputs)
+        if own is None:
+            return forward(x_CLD, **inputs, **({"chunk_size": size} if self.chunked else {}))
+        self.module.chunk_size = size
+        try:
+            return forward(x_CLD, **inputs)
+        finally:
+            self.module.chunk_size = own
 
 
 def mixers_of(module: nn.Module) -> list[Mixer]:
     """The recurrent layers of a decoder. All of them have a convolution, which attention has not."""
     found: list[Any] = [m for m in module.modules() if isinstance(getattr(m, "layer_idx", None), int)]
     mixers = [m for m in found if any(isinstance(child, nn.Conv1d) for child in m.children())]
-    others = {m.layer_idx for m in found if hasattr(m, "k_proj") and m not in mixers}  # below: Falcon-H1 has both in one layer
-    names = [next((n for n in ("cache_params", "past_key_values") if n in inspect.signature(m.forward).parameters), "") for m in mixers]
-    return [Mixer(m, BESIDE - m.layer_idx if m.layer_idx in others else m.layer_idx, n) for m, n in zip(mixers, names, strict=True)]
+    attends = {m.layer_idx for m in found if hasattr(m, "k_proj") and m not in mixers}
+    return [_mixer(m, BESIDE - m.layer_idx if m.layer_idx in attends else m.layer_idx) for m in mixers]
+
+
+def _mixer(module: Any, place: int) -> Mixer:
+    takes = inspect.signature(module.forward).parameters
+    cache = next((name for name in ("cache_params", "past_key_values") if name in takes), "")
+    return Mixer(module, place, cache, any(p.kind is p.VAR_KEYWORD for p in takes.values()))
 
 
 @contextmanager
@@ -98,7 +121,7 @@ def _read(mixer: Mixer, forward: Callable[..., Tensor], calls: Sequence[Call], m
     for call in calls:
         cache = _OneLayer(mixer.module.layer_idx, [state.layers[place] for state in call.starts or ()])
         x_CLD = rows_D[call.reads_CL.to(device)].to(x_BND.dtype)
-        y_CLD = forward(x_CLD, **{mixer.cache: cache if call.starts or call.ends else None})
+        y_CLD = mixer.run(forward, x_CLD, cache if call.starts or call.ends else None)
         out_RD = out_RD.index_copy(0, call.rows.to(device), y_CLD.flatten(0, 1)[call.outputs.to(device)])
         for i, end in enumerate(call.ends or ()):
             end.layers[place] = cache.parts(i)

@@ -60,8 +60,8 @@ class Rounds:
         self.path = 1 + max((p.depth for p in trees), default=0)  # P
         self.waits = max(self.path, waits)  # A
         # A graph spans one device, and nothing in it waits for the device, as the plans of recurrent layers and these rotations do.
-        waits = target.reader.mixers or any(rope.get("rope_type") in ("dynamic", "longrope") for rope in rotations(target.config))
-        can = (self.device.type == "cuda" and not target.spread and not waits) if graphs is None else graphs
+        stalls = bool(target.reader.mixers) or any(rope.get("rope_type") in ("dynamic", "longrope") for rope in rotations(target.config))
+        can = (self.device.type == "cuda" and not target.spread and not stalls) if graphs is None else graphs
         self.graphs = Graphs(self.device) if can else None
         self.looks = self.device.type == "cpu" and not can  # reading a value costs nothing on a CPU, so rows that nobody needs are skipped
         self.positions = min(target.shape.max_positions, target.rope_switch or target.shape.max_positions)  # every position is below this

@@ -175,6 +175,26 @@ def test_kept_rows_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows[5:] == [40, 1, 1, 1]  # plain decoding: each row once
 
 
+@pytest.mark.parametrize(("architecture", "own"), [("qwen3_5_text", None), ("nemotron_h", 8)])
+def test_short_texts_are_one_small_chunk(architecture: str, own: int | None) -> None:
+    """transformers pads every text to whole chunks, which on a CPU would cost more than the text. (The same tokens: test_lossless.py.)"""
+    target, sizes = tiny_target(architecture), list[int | None]()
+    layer = target.reader.mixers[0].module
+    forward = layer.forward
+
+    def noting(x: torch.Tensor, *, chunk_size: int | None = None, **more: Any) -> torch.Tensor:
+        sizes.append(chunk_size or getattr(layer, "chunk_size", None))
+        found: torch.Tensor = forward(x, **more)
+        return found
+
+    layer.forward = noting
+    context = Context(target, ())
+    context.read(torch.tensor(random_tokens(70, 1)))
+    context.keep(70)
+    context.read(torch.tensor(random_tokens(4, 2)), Tree.of([5, 6, 7], [-1, 0, 1]))
+    assert sizes == [own, 1, 4] and getattr(layer, "chunk_size", None) == own
+
+
 def test_layers_on_several_devices_keep_their_hooks() -> None:
     """accelerate's wrapper, which moves a layer's inputs, is called inside and stays afterwards; also after an error."""
     from accelerate.hooks import ModelHook, add_hook_to_module
