@@ -180,6 +180,7 @@ def test_short_texts_are_one_small_chunk(architecture: str, own: int | None) -> 
     """transformers pads every text to whole chunks, which on a CPU would cost more than the text. (The same tokens: test_lossless.py.)"""
     target, sizes = tiny_target(architecture), list[int | None]()
     layer = target.reader.mixers[0].module
+    assert target.reader.follows  # found out by reading, before anything is noted
     forward = layer.forward
 
     def noting(x: torch.Tensor, *, chunk_size: int | None = None, **more: Any) -> torch.Tensor:
