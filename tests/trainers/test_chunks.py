@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headstart.heads.base import TargetEnds
 from headstart.heads.unembedding import Unembedding
 from headstart.trainers import chunks as chunking
 from headstart.trainers.chunks import chunks
 from headstart.trainers.losses import _Sums, fused_loss
-from tests.trainers.test_losses import IDS, MIX, Case, H, K, T, V, close, same
+from tests.trainers.test_losses import IDS, MIX, Case, D, H, K, T, V, close, same
 
 CPU = torch.device("cpu")
 
@@ -133,7 +134,30 @@ def test_a_head_in_half_precision_adds_up_in_blocks(autocast: bool) -> None:
         close(a, b, 1e-7)
 
 
-def test_large_memory_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_in_half_precision_is_rounded_once() -> None:
+    """Many equal guesses, each in a chunk of its own: a sum in bfloat16 would stop to grow at 256 times one of them."""
+    g, times = torch.Generator().manual_seed(2), 600
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g).bfloat16()
+
+    root, state, weight, ends = randn(H), randn(D), randn(V, H).requires_grad_(), TargetEnds(nn.Identity(), randn(V, D))
+
+    def gradient(guesses: int) -> Tensor:
+        hidden, final, tokens = (
+            root.expand(1, guesses + 2, H),
+            state.expand(1, guesses + 2, D),
+            torch.zeros(1, guesses + 2, dtype=torch.int64),
+        )
+        supervised = [torch.arange(guesses + 2)[None] < guesses]
+        out = fused_loss([hidden], [Unembedding(weight)], final, ends, tokens, supervised, {"kl": 1.0}, 1.0, 1)
+        return torch.autograd.grad(out.loss_sum, weight)[0].float()
+
+    torch.testing.assert_close(gradient(times), times * gradient(1), rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("kernel", ["torch", "auto"])
+def test_large_memory_is_taken_once(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside one buffer for the logits of all chunks, and what the teacher says of each, nothing holds more of them than a strip."""
     strip, judge, parts, large = 2, _Sums.judge, [], list[Tensor]()  # kept, so that no address is used again
 
@@ -147,7 +171,7 @@ def test_large_memory_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(_Sums, "judge", counted)
     with strips_of(strip), Calls(each):
-        Case(dtype=torch.bfloat16).fused({"kl": 1.0}, 30)
+        Case(dtype=torch.bfloat16).fused({"kl": 1.0}, 30, kernel=kernel)
     assert len({x.untyped_storage().data_ptr() for x in large}) == 1 + len(parts) > 2
 
 

@@ -14,16 +14,15 @@ from torch import Tensor
 
 from headstart.data.live import look
 from headstart.heads.errors import UserError
-from headstart.heads.unembedding import Unembedding
 from headstart.trainers.divergences import Teacher, find, overlap
 from headstart.trainers.learner import Learner
-from headstart.trainers.losses import LossOut, fused_loss
+from headstart.trainers.losses import LossOut
 from headstart.trainers.terms import IN_KERNEL, Weights, check_kernel
 from tests.drafters import make
 from tests.interpreted import INTERPRETED, TRITON, in_its_own, interpreted
 from tests.tiny_targets import tiny_target
 from tests.trainers.small import LOSS, repetitive
-from tests.trainers.test_losses import DECAY, IDS, Case, K, close
+from tests.trainers.test_losses import IDS, Case, close
 
 ALL = {"kl": 0.7, "tv": 0.9, "lk_alpha": 0.3, "lk_hybrid": 1.1, "ce": 0.6, "data_ce": 0.45}
 test_all_of_this_interpreted = in_its_own(__file__)
@@ -44,9 +43,7 @@ def test_where_it_cannot_be_had_it_is_said() -> None:
 
 
 def in_kernel(case: Case, terms: dict[str, float], chunk: int, weighting: str = "decay", kernel: str = "triton") -> LossOut:
-    unembeddings = [Unembedding(case.weights[k % len(case.weights)], case.ids) for k in range(K)]
-    target = (case.batch.final_BTD, case.ends, case.batch.tokens_BT, case.supervised, terms, DECAY, chunk)
-    return fused_loss(case.hidden, unembeddings, *target, weighting=weighting, kernel=kernel)
+    return case.fused(terms, chunk, weighting=weighting, kernel=kernel)
 
 
 @interpreted

@@ -74,12 +74,14 @@ class Case:
         self.batch = TargetBatch(tokens, mask, torch.zeros_like(tokens), documents, {}, randn(B, T, D))
         self.supervised = [self.batch.supervised(d) for d in range(1, K + 1)]
 
-    def fused(self, terms: dict[str, float], chunk: int = 7, rows: slice = slice(None), weighting: str = "decay") -> LossOut:
+    def fused(
+        self, terms: dict[str, float], chunk: int = 7, rows: slice = slice(None), weighting: str = "decay", kernel: str = "auto"
+    ) -> LossOut:
         unembeddings = [Unembedding(self.weights[k % len(self.weights)], self.ids) for k in range(K)]
         supervised = [m[rows] for m in self.supervised]
         hidden = [h[rows] for h in self.hidden]
         target = (self.batch.final_BTD[rows], self.ends, self.batch.tokens_BT[rows])
-        return fused_loss(hidden, unembeddings, *target, supervised, terms, DECAY, chunk, weighting=weighting)
+        return fused_loss(hidden, unembeddings, *target, supervised, terms, DECAY, chunk, weighting=weighting, kernel=kernel)
 
     def naive(self, terms: dict[str, float]) -> LossOut:
         loss, weight_sum = torch.zeros((), dtype=torch.float64), 0.0
@@ -139,6 +141,18 @@ def test_each_loss_and_its_gradient(name: str, ids: Tensor | None) -> None:
 @pytest.mark.parametrize("heads", ["shared", "own", "frozen"])
 def test_each_kind_of_head_in_chunks(heads: str, ids: Tensor | None, chunk: int) -> None:
     same(Case(heads=heads, ids=ids, seed=chunk), MIX, chunk)
+
+
+def test_depths_may_share_a_matrix_and_name_its_rows_differently() -> None:
+    case, other = Case(ids=IDS), IDS.roll(2)
+    unembeddings = [Unembedding(case.weights[0], ids) for ids in (IDS, other, IDS)]
+    about = (case.batch.final_BTD, case.ends, case.batch.tokens_BT)
+    out = fused_loss(case.hidden, unembeddings, *about, case.supervised, MIX, DECAY, 7)
+    parts = [
+        fused_loss(case.hidden, [Unembedding(case.weights[0], ids)] * K, *about, case.supervised, MIX, DECAY, 7) for ids in (IDS, other)
+    ]
+    close(out.loss_K, torch.stack([parts[k % 2].loss_K[k] for k in range(K)]))
+    assert not torch.isclose(parts[0].loss_K, parts[1].loss_K).any()
 
 
 def test_softcap() -> None:

@@ -18,9 +18,11 @@ from headstart.heads.unembedding import Unembedding, in_digits
 from headstart.heads.unroll import unroll
 from headstart.trainers.learner import Learner
 from headstart.trainers.losses import fused_loss
+from headstart.trainers.selector import Selection
 from tests.drafters import make
 from tests.tiny_targets import tiny_target
 from tests.trainers.small import repetitive
+from tests.trainers.test_losses import Largest
 from tests.trainers.test_objectives import ASK, DECAY, Case, H, K, V
 
 C = 3  # candidates
@@ -42,7 +44,7 @@ def test_the_selector_is_kl_among_its_candidates(ask_BA: Tensor | None, weightin
     unembedding = Unembedding(case.head_VH, None, case.correction_VR, candidates=C)
     about = (case.batch.final_BTD, case.ends, case.batch.tokens_BT, case.supervised, {"kl": 1.0}, DECAY, 7, True, ask_BA, weighting)
     out = fused_loss(case.hidden, [unembedding] * K, *about, ordering={"selector": 0.6})
-    whole = torch.zeros((), dtype=torch.float64)
+    whole, plain_K = torch.zeros((), dtype=torch.float64), torch.zeros(K, dtype=torch.float64)
     weight = dict.fromkeys(case.pairs(), 1.0) if weighting == "decay" else dpace(case)
     missing = 0
     for k, b, t in case.pairs():
@@ -58,9 +60,11 @@ def test_the_selector_is_kl_among_its_candidates(ask_BA: Tensor | None, weightin
         selector = (among * (among.log() - after[ids].log_softmax(0))).sum()
         kl = (p * (p.log() - before.log_softmax(0))).sum()
         whole = whole + weight[k, b, t] * DECAY**k * (kl + 0.6 * selector)
+        plain_K[k] += (kl + 0.6 * selector).detach()
     assert 0 < missing < len(case.pairs())
     torch.testing.assert_close(out.loss_sum, whole)
     torch.testing.assert_close(out.loss_K.sum(), whole)
+    torch.testing.assert_close(out.plain_K, plain_K)
     for x, y in zip(torch.autograd.grad(out.loss_sum, case.inputs), torch.autograd.grad(whole, case.inputs), strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-10)
         assert y.any()
@@ -119,6 +123,37 @@ def test_listed_scores_are_judged_as_they_are_defined(ask_BA: Tensor | None) -> 
         assert y.any()
     first = fused_loss(hidden, [unembedding] * K, *about[:4], {"kl": 1.0}, DECAY, 7, True, ask_BA, "dpace", ordering=weights)
     assert first.loss_sum.isfinite() and not torch.isclose(first.loss_sum, whole)
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["corrected", "listed"])
+def test_numbers_in_half_precision_are_judged_in_fp32(listed: bool) -> None:
+    """In bfloat16 the logarithms would be wrong in the third digit."""
+    g, rows, none = torch.Generator().manual_seed(5), 6, torch.zeros(6, 2).bfloat16()  # a correction of 0 adds nothing that is rounded
+    drafted, said = (torch.randn(rows, V, generator=g).bfloat16() for _ in range(2))
+    ids = drafted.topk(C).indices
+    known = torch.ones(rows, 1).bfloat16()
+    parts = [in_digits(ids, torch.bfloat16), known, drafted.gather(1, ids)] if listed else [none]
+    data = said.argmax(-1)
+    found = Selection.of(drafted, C, parts, None if listed else none.new_zeros(V, 2), said, torch.arange(rows), data, {"selector": 1.0})
+    expected = []
+    for r, mine in enumerate(ids.tolist()):
+        some = mine if listed or int(data[r]) in mine else [*mine[:-1], int(data[r])]
+        p, q = said[r, some].double().softmax(0), drafted[r, some].double().softmax(0)
+        expected.append((p * (p / q).log()).sum())
+    torch.testing.assert_close(found.loss_R.double(), torch.stack(expected), rtol=1e-5, atol=1e-6)
+
+
+def test_figures_take_few_rows_of_the_targets_logits_at_a_time() -> None:
+    """In fp32 they would take the memory that the chunks are there to spare."""
+    g = torch.Generator().manual_seed(6)
+    said, place, data = torch.randn(12, 50, generator=g).bfloat16(), torch.tensor([3, 11]), torch.tensor([4, 40])
+    ids = torch.cat([torch.tensor([[4, 9, 2], [7, 40, 1]]), said.argmax(-1)[place, None]], 1)
+    selection = Selection(ids, torch.randn(2, 4, generator=g), torch.zeros(2, 4), torch.zeros(2))
+    with Largest() as seen:
+        figures = selection.figures(said, place, data, 2)
+    assert seen.elements == 2 * 50
+    for few, all_at_once in zip(figures, selection.figures(said, place, data, 12), strict=True):
+        torch.testing.assert_close(few, all_at_once)
 
 
 def test_true_tokens_are_judged_as_long_as_all_before_are_candidates() -> None:
