@@ -60,7 +60,7 @@ def prepackable(weight: Tensor) -> bool:
 def dense_on_cpu(weight: Tensor) -> bool:
     if type(weight.data) is not torch.Tensor or weight.device.type != "cpu":
         return False
-    return not is_packed(weight) and weight.layout == torch.strided and weight.dim() == 2
+    return weight.layout == torch.strided and weight.dim() == 2  # a packed one has another layout, or three dimensions
 
 
 def packers(weight: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:

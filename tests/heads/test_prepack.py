@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -90,6 +90,73 @@ def test_a_large_matrix_is_kept_in_one_order(
     prepack.prepack(layer)
     assert isinstance(layer, prepack.Prepacked) and layer.twin is None
     assert kept == ("onednn" if layer.weight.is_mkldnn else "panels" if layer.weight.dim() == 3 else "dense")
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_autocast_multiplies_as_without(order: str, calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autocast turns the input of a dense layer into its own dtype, and knows none of the others."""
+    faster(monkeypatch, order)
+    if "onednn" not in orders.packers(torch.zeros(32, 40, dtype=torch.bfloat16)):
+        pytest.skip("no oneDNN products of bfloat16 on this machine")
+    torch.manual_seed(0)
+    layer, x = nn.Linear(40, 32).bfloat16().requires_grad_(False), torch.randn(5, 40)
+    dense = copy.deepcopy(layer).double()
+    prepack.prepack(layer)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = layer(x)
+    assert found.dtype == torch.bfloat16 and len(calls) == (order != "dense")
+    torch.testing.assert_close(found.double(), dense(x.double()), rtol=0, atol=2e-2)
+
+
+def in_what(weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch, measured: orders.Times) -> str:
+    """The orders that a matrix is kept in, by what they are found to take."""
+    monkeypatch.setattr(orders, "measured", lambda _: measured)
+    monkeypatch.setattr(orders, "packers", lambda _: {order: lambda weight: weight for order in measured if order != "dense"})
+    packed, since = orders.in_order(weight)
+    return "dense" if packed is None else "onednn" if since == 1 else "both"
+
+
+def test_a_small_matrix_is_kept_in_both_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is in bytes, and what is found for a dtype says nothing of another one."""
+    times = {"dense": dict.fromkeys(orders.ROWS, 2.0) | {1: 0.9}, "onednn": dict.fromkeys(orders.ROWS, 1.0)}
+    monkeypatch.setattr(orders, "SMALL", 2 * 32 * 40)
+    monkeypatch.setattr(orders, "TIMES", {})
+    matrix = torch.randn(32, 40)
+    assert in_what(matrix.bfloat16(), monkeypatch, times) == "both" and in_what(matrix, monkeypatch, times) == "onednn"
+    slower = {"dense": dict.fromkeys(orders.ROWS, 1.0), "onednn": dict.fromkeys(orders.ROWS, 2.0)}
+    assert in_what(matrix.half(), monkeypatch, slower) == "dense"
+
+
+def test_times_are_compared_by_their_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice as fast for four numbers of rows outweighs eight times as slow for one, although the sum of the seconds is larger."""
+    monkeypatch.setattr(orders, "SMALL", 0)
+    monkeypatch.setattr(orders, "TIMES", {})
+    times = {"dense": dict.fromkeys(orders.ROWS, 2.0), "onednn": dict.fromkeys(orders.ROWS, 1.0) | {16: 16.0}}
+    assert in_what(torch.randn(32, 40), monkeypatch, times) == "onednn"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wide", "own", "found"),
+    [
+        (torch.bfloat16, 1.0, 2.0, torch.float32),
+        (torch.bfloat16, 2.0, 1.0, None),
+        (torch.float16, 1.0, 2.0, torch.float32),
+        (torch.float32, 1.0, 2.0, None),
+    ],
+)
+def test_keys_are_kept_in_the_dtype_that_is_read_faster(
+    dtype: torch.dtype, wide: float, own: float, found: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed: list[int] = []
+
+    def seconds(*calls: Callable[[], list[torch.Tensor]]) -> list[float]:
+        for call in calls:
+            assert {x.dtype for x in call()} == {dtype}  # each with what is converted on the way
+        timed.append(len(calls))
+        return [wide, own]
+
+    monkeypatch.setattr(orders, "_seconds", seconds)
+    assert orders.memory_dtype.__wrapped__(dtype, 4, 2, 8) == found and timed == [2] * (dtype != torch.float32)
 
 
 @pytest.mark.skipif(native.library() is None, reason="no panels on this machine")
