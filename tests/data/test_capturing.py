@@ -15,6 +15,7 @@ import torch
 
 from headstart.data import folder as folders
 from headstart.data import index as indexes
+from headstart.data import shards
 from headstart.data import verify as verification
 from headstart.data.capture import capture
 from headstart.data.folder import open_folder
@@ -96,15 +97,37 @@ def test_one_of_each_rank(name, rank, tmp_path):
     assert captured(tmp_path, 2, 3) is None and not [*tmp_path.glob(".lock*")]
 
 
-def test_two_that_wrote_the_same_file_do_not_contradict_each_other(whole, tmp_path):
+@pytest.mark.parametrize("at_once", [1, 3])  # its index is read before the right one, or after
+def test_two_that_wrote_the_same_file_do_not_contradict_each_other(at_once, whole, tmp_path):
     """Started as two and as three at once, with rows that were read in other batches: the file says which index is right."""
     captured(tmp_path, 0, 2)
     other = json.loads((tmp_path / "index-00000-of-00002.json").read_text())
     for file in other["files"]:
         file["sha256"] = "0" * 64
-    (tmp_path / "index-00000-of-00001.json").write_text(json.dumps(files.sealed(other)))
+    (tmp_path / f"index-00000-of-{at_once:05d}.json").write_text(json.dumps(files.sealed(other)))
     captured(tmp_path, 1, 2)
     assert content(tmp_path) == content(whole)
+
+
+def test_indexes_that_are_merged_while_they_are_read_are_read_again(whole, tmp_path, monkeypatch):
+    captured(tmp_path, 0, 2)
+    read, asked = indexes.read_index, []
+
+    def merged_just_now(folder, name=indexes.NAME):
+        asked.append(name)
+        if len(asked) == 1:
+            with monkeypatch.context() as patch:
+                patch.setattr(indexes, "read_index", read)
+                captured(tmp_path, 1, 2)
+        return read(folder, name)
+
+    monkeypatch.setattr(indexes, "read_index", merged_just_now)
+    assert indexes.read_all(open_folder(tmp_path)) == json.loads((whole / "index.json").read_text())
+    assert asked == ["index-00000-of-00002.json", "index.json"]
+    (tmp_path / "index.json").write_text("{")  # nobody writes here: it is damaged
+    with pytest.raises(UserError, match="no target outputs can be read here"):
+        indexes.read_all(open_folder(tmp_path))
+    assert asked == ["index-00000-of-00002.json", "index.json", "index.json"]
 
 
 # ---- kills ----
@@ -433,6 +456,17 @@ def test_a_folder_elsewhere(memory, whole, monkeypatch):
 
 def test_a_bucket(s3, whole, monkeypatch):
     check_elsewhere(s3, whole, monkeypatch)
+
+
+def test_a_file_elsewhere_is_checked_each_time_it_is_fetched(memory, monkeypatch):
+    captured(memory)
+    read = Shards(memory)
+    monkeypatch.setattr(shards, "OPEN", 1)
+    read.batch([0])
+    read.batch([5])  # closes the first file
+    read.folder.put("shard-00000.safetensors", lambda path: path.write_bytes(bytes(read.files[0]["bytes"])))
+    with pytest.raises(UserError, match=r"shard-00000\.safetensors: the checksum differs"):
+        read.batch([0])
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from headstart.data import capture as capturing
+from headstart.data import index as indexes
 from headstart.data import shards
 from headstart.data.capture import capture
 from headstart.data.folder import open_folder
@@ -130,6 +131,54 @@ def test_another_target_is_refused(packed, tmp_path):
         Shards(tmp_path, {"vocab_size": 5})
     with pytest.raises(UserError, match="tap 1 was not captured"):
         Shards(tmp_path, taps=(1, 2))
+    with pytest.raises(UserError, match=r"target\.weights differs"):  # before anything is read of them
+        shards.open(FakeTarget(scale=1.5), length=32, seed=0, path=str(tmp_path), prompts_file=None)
+
+
+def test_what_is_missing_of_a_capture_is_said_without_what_is_held_out(packed, tmp_path):
+    whole = capture(packed, FakeTarget(), TAPS, tmp_path, rows_per_shard=5, held_out=rows(seed=3)).index
+    path = tmp_path / "index.json"
+    path.write_text(json.dumps(sealed(whole | {"files": whole["files"][1:]})))
+    with pytest.raises(UserError, match=f"only {len(packed) - 5} of {len(packed)} rows are captured"):
+        Shards(tmp_path)
+    path.write_text(json.dumps(sealed(whole | {"files": whole["files"][:-1]})))
+    with pytest.raises(UserError, match="no held-out rows are captured"):
+        Shards(tmp_path)
+
+
+def test_a_capture_of_an_earlier_version_goes_on(packed, tmp_path):
+    """It said neither which tokens have a final state nor what is held out: all of them, and nothing."""
+    whole = captured(packed, tmp_path).index
+    (tmp_path / "index.json").write_text(json.dumps({k: x for k, x in whole.items() if k not in ("final", "held_out", "sha256")}))
+    again = FakeTarget()
+    assert len(captured(packed, tmp_path, again)) == len(packed) and again.passes == 0
+
+
+def test_few_files_are_open_at_a_time(packed, tmp_path, monkeypatch):
+    """The one whose last use is the longest ago is closed. Only what is opened for the first time is hashed."""
+    read, hashed = captured(packed, tmp_path), []
+    monkeypatch.setattr(shards, "OPEN", 2)
+    monkeypatch.setattr(indexes, "sha256", lambda path: hashed.append(path.name) or sha256(path))
+    for row in (0, 5, 0, 10):
+        read.batch([row])
+    assert list(read._open) == [0, 2]
+    read.batch([5])
+    assert hashed == [f"shard-0000{number}.safetensors" for number in range(3)]
+
+
+def test_the_next_files_open_before_they_are_needed(packed, tmp_path, monkeypatch):
+    """Before the first batch is read, those of a whole buffer of shards and of one batch more."""
+    read, prepared, seen = captured(packed, tmp_path), [], []
+    prepare, stored = Shards.prepare, Shards.stored
+
+    def watched(self, number):
+        prepared.append(number)
+        return prepare(self, number)
+
+    monkeypatch.setattr(Shards, "prepare", watched)
+    monkeypatch.setattr(Shards, "stored", lambda self, rows: seen.append({*prepared}) or stored(self, rows))
+    next(iter(read.stored_stream(2, seed=5)))
+    assert seen[0] == {*(read.order(0, 5)[: shards.BUFFER * 5 + 2] // 5).tolist()} and len(seen[0]) > shards.BUFFER
 
 
 def test_damage_names_the_file(packed, tmp_path):
@@ -165,6 +214,23 @@ def test_a_shard_that_is_not_what_the_index_says(packed, tmp_path):
     index_path.write_text(json.dumps(sealed(index)))
     with pytest.raises(UserError, match=r"shard-00000\.safetensors: tensor tap_2 is \('F32'"):
         Shards(tmp_path).batch([0])
+
+
+def test_final_states_of_other_tokens_are_refused(packed, tmp_path):
+    """Of a file whose mask was changed, with a checksum of what it holds now: each would be taken for another token's."""
+    from safetensors.torch import load_file, save_file
+
+    captured(packed, tmp_path, taps=(0, 2))
+    path, index_path = tmp_path / "shard-00000.safetensors", tmp_path / "index.json"
+    tensors = load_file(path)
+    tensors["loss_mask"][0] = False
+    save_file(tensors, path)
+    index = json.loads(index_path.read_text())
+    index["files"][0] |= {"sha256": sha256(path)}
+    index_path.write_text(json.dumps(sealed(index)))
+    states = len(tensors["final"])
+    with pytest.raises(UserError, match=rf"shard-00000\.safetensors: it has {states} final states for \d+ tokens: capture again"):
+        Shards(tmp_path).batch([3])
 
 
 @pytest.mark.parametrize(
@@ -207,9 +273,13 @@ def test_an_index_that_names_its_shards_in_another_order_is_refused(packed, tmp_
     path.write_text(json.dumps(index))
     with pytest.raises(UserError, match="does not have the checksum that it names"):
         Shards(tmp_path)
-    del index["sha256"]
-    index["files"][:2] = index["files"][1::-1]
-    path.write_text(json.dumps(index))  # as an earlier version wrote it
+    del index["sha256"]  # as an earlier version wrote it
+    in_order, files = index["files"][1::-1] + index["files"][2:], index["files"]
+    for wrong in (files, [*in_order, files[0] | {"name": f"shard-{len(files):05d}.safetensors"}]):
+        path.write_text(json.dumps(index | {"files": wrong}))
+        with pytest.raises(UserError, match="files are named twice, in another order, or are more than"):
+            Shards(tmp_path)
+    path.write_text(json.dumps(index | {"files": in_order}))
     assert equal(Shards(tmp_path).batch(range(10)), before)
 
 
