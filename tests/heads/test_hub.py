@@ -94,9 +94,10 @@ def test_another_target_is_refused_by_name(head: str, tmp_path: Path) -> None:
     for key, value in (("hidden_size", 64), ("vocab_size", 100), ("layers", 7), ("model_type", "other")):  # even without a card
         with pytest.raises(UserError, match=f"another target: {key} is {value} here"):
             hub.load(tmp_path / "s", replace(shape, **{key: value}))
-    edit(tmp_path / "s", lambda config: config["headstart"].update(target={}))
-    with pytest.raises(UserError, match=r"config\.json: headstart\.target lacks model_type"):
-        hub.load(tmp_path / "s", shape)
+    for key in CARD:
+        edit(tmp_path / "s", lambda config, key=key: config["headstart"].update(target={k: v for k, v in CARD.items() if k != key}))  # type: ignore[misc]
+        with pytest.raises(UserError, match=rf"config\.json: headstart\.target lacks {key}"):
+            hub.load(tmp_path / "s", shape)
 
 
 def edit(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -250,6 +251,38 @@ def test_a_folder_of_an_earlier_version_loads_and_says_once_what_nobody_can_tell
         hub.load(tmp_path / "s", TARGET().shape, CARD)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("format", "native", r"headstart\.format is 'native', the drafter's is 'eagle3'"),
+        ("torch_dtype", "float16", "torch_dtype is 'float16' for engines, 'float32' by the headstart block"),
+        ("hidden_size", 64, "hidden_size is 64 for engines, 32 by the headstart block"),
+        ("dtype", "bfloat16", r"model\.safetensors: .* is float32, config\.json says 'bfloat16'"),
+    ],
+)
+def test_a_folder_of_an_earlier_version_must_agree_with_itself(key: str, value: Any, said: str, tmp_path: Path) -> None:
+    """No digest tells that it was changed."""
+    saved("eagle", tmp_path / "s")
+    edit(tmp_path / "s", lambda config: config["headstart"].pop("sha256"))
+    hub.load(tmp_path / "s", TARGET().shape, CARD)
+    edit(tmp_path / "s", lambda config: (config["headstart"] if key == "format" else config).update({key: value}))
+    with pytest.raises(UserError, match=said):
+        hub.load(tmp_path / "s", TARGET().shape, CARD)
+
+
+def test_what_was_changed_since_it_was_saved_is_named(tmp_path: Path) -> None:
+    """Although the folder does not contradict itself."""
+    saved("eagle", tmp_path / "s")
+    before = (tmp_path / "s" / "config.json").read_bytes()
+    edit(tmp_path / "s", lambda config: config.update(a_key_that_nobody_reads=1))
+    with pytest.raises(UserError, match=r"config\.json is not what was saved: .*\(headstart\.sha256\.config\)"):
+        hub.load(tmp_path / "s", TARGET().shape, CARD)
+    (tmp_path / "s" / "config.json").write_bytes(before)
+    rewrite(tmp_path / "s", lambda tensors: next(iter(tensors.values())).mul_(2))
+    with pytest.raises(UserError, match=r"model\.safetensors is not what was saved: .*\(headstart\.sha256\.model\.safetensors\)"):
+        hub.load(tmp_path / "s", TARGET().shape, CARD)
+
+
 def test_keys_that_change_nothing_may_be_changed(tmp_path: Path) -> None:
     """The name of the target, and what another engine calls the architecture."""
     saved("eagle1", tmp_path / "s")
@@ -277,6 +310,7 @@ def test_a_vocabulary_has_one_digest_in_any_order() -> None:
     def whole(text: str, **special: str) -> str:
         return seal.tokenizer_file_sha(SimpleNamespace(special_tokens_map=special, backend_tokenizer=SimpleNamespace(to_str=lambda: text)))
 
+    assert seal.tokenizer_sha(None) == "none"  # as folders say that have no tokenizer
     assert vocab(("a", 0), ("b", 1)) == vocab(("b", 1), ("a", 0)) != vocab(("a", 1), ("b", 0))
     assert whole("{}", eos_token="a", bos_token="b") == whole("{}", bos_token="b", eos_token="a")
     assert len({whole("{}"), whole("{ }"), whole("{}", eos_token="a"), whole("{}", eos_token="b")}) == 4
