@@ -69,7 +69,7 @@ def trained_drafter(folder: str, head: str, target: TargetInfo) -> Drafter:
     if (found := drafter.config["head"]) != head:
         raise UserError(f"trainer.start: {folder} holds a drafter of the kind {found}: train it with head={found}")
     drafter.attach(target.ends)
-    return drafter.to(device=target.device, dtype=torch.float32).train()
+    return drafter.to(device=target.device, dtype=torch.float32)
 
 
 def open_start(

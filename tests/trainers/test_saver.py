@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import save_file
 
 from headstart.heads.files import sealed
 from headstart.inference.decoding.target import Target
 from headstart.trainers import checkpoint
 from headstart.trainers.arm import Arm
+from headstart.trainers.saver import Saver
 from tests.drafters import FEW, make
 from tests.tiny_targets import tiny_target
 from tests.trainers.small import train
@@ -107,6 +110,59 @@ def test_an_error_waits_for_what_is_on_its_way(target: Target, tmp_path: Path, m
     with pytest.raises(ZeroDivisionError):
         train(make(FEW[0], target), target, tmp_path, background=True, each=lambda i: 1 // (3 - i))
     assert steps(tmp_path) == [3] and not list((tmp_path / "checkpoints").glob(".*"))
+
+
+def saved_by(saver: Saver, *saves: int, keep: int = 9, before_the_fall: int | None = None, weight: float = 0.0) -> str:
+    """What is said while these steps are saved, one after the other."""
+    console = Console(file=io.StringIO(), width=300)
+    for step in saves:
+        snapshot = step, {"drafter": {"w": torch.full((1,), weight)}}, {"seconds": 0.0, "tokens": 0, "settings": {}}
+        saver.save(snapshot, keep, before_the_fall, console, last=False)
+    return cast("io.StringIO", console.file).getvalue()
+
+
+def test_weights_that_are_not_finite_are_written_neither_now_nor_later(tmp_path: Path) -> None:
+    saver = Saver("", [tmp_path], background=False)
+    saved_by(saver, 1)
+    said = saved_by(saver, 2, weight=torch.nan)
+    assert "step 2 not written: its weights are not finite. The last one is" in said and "step-00000001" in said
+    assert steps(tmp_path) == [1] and saver.unsaved is None
+
+
+def test_the_first_disk_that_takes_it_has_it_and_the_first_that_refuses_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    saver, full = Saver("", [one, other], background=False), set[str]()
+
+    def some(tensors: Any, path: Path) -> None:
+        for name in full & {*path.parts}:
+            raise OSError(28, f"no space on {name}")
+        save_file(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", some)
+    assert saved_by(saver, 1) == "" and (steps(one), steps(other)) == ([1], [])
+    full.add("one")
+    assert f"is in {other}" in saved_by(saver, 2) and saver.unsaved is None and (steps(one), steps(other)) == ([1], [2])
+    full.add("other")
+    assert "no space on one" in saved_by(saver, 3) and saver.unsaved is not None
+
+
+def test_the_one_before_the_fall_stays(tmp_path: Path) -> None:
+    saved_by(Saver("", [tmp_path], background=False), 1, 2, 3, 4, keep=1, before_the_fall=2)
+    assert steps(tmp_path) == [2, 4]
+
+
+def test_the_error_that_ended_the_training_is_the_one_that_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that was being written may have failed too."""
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(checkpoint, "save_file", broken)
+    with pytest.raises(KeyError), Saver("", [tmp_path], background=True) as saver:
+        saved_by(saver, 1)
+        raise KeyError
+    with pytest.raises(ZeroDivisionError), Saver("", [tmp_path], background=True) as saver:
+        saved_by(saver, 1)
 
 
 # ---- which stay ----

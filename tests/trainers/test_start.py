@@ -14,6 +14,7 @@ import torch
 from headstart.heads import hub
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.target import Target
+from headstart.trainers import checkpoint
 from headstart.trainers.run import run
 from headstart.trainers.start import check_start, first_drafter, open_start, trained_drafter
 from tests.drafters import HEADS, arguments, fresh, make
@@ -85,6 +86,30 @@ def test_how_it_is_trained_the_command_line_says(head, key, value, tmp_path):
     assert own["intermediate_size"] is None  # what it is, the folder says
     with pytest.raises(UserError, match=rf"head\.{key} must be a .*number.*, found None"):
         open_start(str(tmp_path / "s"), settings | {key: None}, target, NO_SOURCE, [tmp_path / "run"], True)
+
+
+@pytest.mark.parametrize(
+    ("began", "resume", "read"),
+    [
+        ({}, True, False),
+        ({}, False, True),
+        ({"start": "another"}, True, True),
+        ({"start": None}, True, True),
+        ({"name": "mtp"}, True, True),
+    ],
+)
+def test_the_folder_is_read_unless_the_run_that_is_resumed_began_with_it(began, resume, read, tmp_path):
+    """Else the checkpoint, which is loaded later, has the weights, and the folder may be gone."""
+    target, folder = tiny_target(), str(tmp_path / "s")
+    first = make("eagle", target)
+    hub.save(first, folder, target.card, torch.float32)
+    head = {"name": "eagle", **arguments("eagle")}
+    settings = {"head": head | {"name": began.get("name", "eagle")}, "trainer": {"start": began.get("start", folder)}}
+    checkpoint.save(tmp_path / "run", 1, {"drafter": {"w": torch.zeros(1)}}, {"seconds": 0.0, "tokens": 0, "settings": settings})
+    if not read:
+        shutil.rmtree(folder)
+    drafter, _ = open_start(folder, head, target, NO_SOURCE, [tmp_path / "run"], resume)
+    assert equal(drafter.state_dict(), first.state_dict()) == read
 
 
 @pytest.mark.parametrize(
