@@ -68,6 +68,9 @@ def test_the_adapter_has_a_gradient_after_the_warm_up_only(name: str, target: Ta
         grads.append(sum(float(p.grad.abs().sum()) for p in learner.lora.values()))
         assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in learner.drafter.parameters())
     assert grads[0] == grads[1] == 0 and grads[2] > 0 and grads[3] > 0
+    assert learner.phase(0.0) == learner.phase(0.49) != learner.phase(0.5) == learner.phase(0.9), (
+        "a pass of the target more is another phase"
+    )
     assert not any(p.requires_grad or p.grad is not None for p in target.model.parameters())
 
 

@@ -293,6 +293,7 @@ def test_at_most_and_reads() -> None:
         ({"kind": "fixed", "paths": [(0,), (0, 0, 0)]}, r"\[0, 0, 0\]"),
         ({"kind": "fixed", "paths": [(1,)]}, "elder sibling"),
         ({"kind": "fixed", "paths": [()]}, "parent"),
+        ({"kind": "fixed", "paths": [(0,), (-1,)]}, r"path \[-1\] must follow its parent and its elder sibling"),
         ({"kind": "fixed", "paths": [(0,), (0,)]}, "twice"),
         ({"depth": 100, "expand": MOST_READS}, "reads?"),
     ],
@@ -300,6 +301,23 @@ def test_at_most_and_reads() -> None:
 def test_a_wrong_policy_is_one_clear_line(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         TreePolicy(**arguments)
+
+
+def test_chains_are_those_whose_every_node_has_one_child() -> None:
+    """A tree that follows the drafter's probabilities is none, even with as many nodes as levels."""
+    line, beside = TreePolicy("fixed", paths=((0,), (0, 0))), TreePolicy("fixed", paths=((0,), (1,)))
+    alike = TreePolicy("dynamic", depth=4, nodes=4)
+    assert [policy.is_chain for policy in (TreePolicy("chain", depth=4), line, beside, alike)] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("rule", ["auto", "top_plus_one"])
+@pytest.mark.parametrize("heat", [0, 1, 2])
+def test_an_auto_policy_without_room_for_a_tree_is_of_chains(heat: int, rule: str) -> None:
+    """One node, or one level, has no siblings beside a chain that any other shape could hold."""
+    narrow, flat = TreePolicy("auto", depth=5, nodes=1), TreePolicy("auto", depth=1, nodes=9)
+    assert narrow.own_shape(rule, heat) == TreePolicy("chain", depth=5)
+    assert shapes_of(narrow, rule, heat) == [TreePolicy("chain", depth=d) for d in range(1, 6)]
+    assert shapes_of(flat, rule, heat) == [TreePolicy("chain", depth=1)]
 
 
 def test_a_rule_that_does_not_go_with_the_tree_is_refused() -> None:
