@@ -53,7 +53,7 @@ def comments(path: Path, package: str) -> dict[str, str]:
     package = "" if "# @package _global_" in source else package
     found: dict[str, str] = {}
     settings: Any = OmegaConf.load(path)
-    for base in settings.get("defaults", ()) if package else ():
+    for base in settings.get("defaults", ()):
         if isinstance(base, str) and base != "_self_":
             found |= comments(path.with_name(f"{base}.yaml"), package)
     within: list[tuple[int, str]] = []
@@ -106,17 +106,8 @@ def about(config_name: str, picked: Mapping[str, str]) -> dict[str, str]:
     said = comments(CONF / f"{config_name}.yaml", "")
     for group in groups(config_name):
         if (chosen := picked.get(group)) in choices(group):
-            for choice in reversed([chosen, *ancestors(group, chosen)]):
-                said |= comments(CONF / group / f"{choice}.yaml", "" if group == "experiment" else group)
+            said |= comments(CONF / group / f"{chosen}.yaml", group)
     return said
-
-
-def ancestors(group: str, choice: str) -> list[str]:
-    """The choices of the same group that this choice is based on, the nearest first."""
-    settings: Any = OmegaConf.load(CONF / group / f"{choice}.yaml")
-    defaults = settings.get("defaults", [])
-    nearest = next((each for each in defaults if isinstance(each, str) and each in choices(group)), None)
-    return [] if nearest is None else [nearest, *ancestors(group, nearest)]
 
 
 def _columns(left: str, right: str) -> str:
