@@ -25,7 +25,7 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 BILLIONS = {  # of parameters, as published; of the multimodal ones the text part, which is nearly all
     "deepseek_v3": 671, "gemma3_27b": 27.0, "gpt_oss_120b": 116.8, "gpt_oss_20b": 20.9, "llama405b": 405, "llama4_maverick": 400,
     "llama4_scout": 109, "llama70b": 70.6, "llama8b": 8.03, "mixtral_8x7b": 46.7, "qwen3_235b": 235, "qwen3_30b_a3b": 30.5,
-    "qwen3_32b": 32.8, "qwen3_5_35b_a3b": 35, "qwen3_8b": 8.2, "smollm2_135m": 0.1345,
+    "qwen3_32b": 32.8, "qwen3_5_35b_a3b": 35, "qwen3_next_80b": 79.7, "qwen3_8b": 8.2, "smollm2_135m": 0.1345,
 }  # fmt: skip
 OUTWEIGHED = {("smollm2_135m", head) for head in ("hydra", "medusa")}  # by five output heads: a drafter wants a larger target
 
