@@ -196,6 +196,16 @@ def test_the_deterministic_children_are_the_top_ones_and_the_drawn_one_is_anothe
         assert torch.allclose(tree.q_BRV[0, 0], q / q.sum(), atol=1e-15) and not tree.q_BRV[0, 1:].any()
 
 
+def test_in_a_fixed_tree_the_last_child_of_every_row_is_the_drawn_one() -> None:
+    """However many children the row has: an only child is drawn from all of q. Were it none, the text would stay exact, and shorter."""
+    policy = TreePolicy("fixed", paths=PATHS)
+    last = {row: max(path[-1] for path in PATHS if path[:-1] == row) for row in {path[:-1] for path in PATHS}}
+    tree = drafting(toy(3)).propose(policy, CounterRNG.of(1), SamplingParams(1.0, rule="top_plus_one"))
+    assert tree.drawn_BN is not None
+    assert tree.drawn_BN[0].tolist() == [path[-1] == last[path[:-1]] for path in policy.paths]
+    assert {*last.values()} == {0, 1, 2}
+
+
 def test_a_drawn_child_is_not_more_probable_than_its_parent() -> None:
     """Rounded probabilities of a row may sum to more than 1. A tree cut by value would then keep a child without its parent."""
     logits = torch.randn(1, 100, 50, generator=torch.Generator().manual_seed(0))
