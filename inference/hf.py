@@ -23,6 +23,7 @@ from headstart.heads.base import Drafter
 from headstart.heads.driven import in_turn
 from headstart.heads.errors import UserError, warn_once
 from headstart.inference.decoding.auto import WORTH
+from headstart.inference.decoding.decode import check_prompt
 from headstart.inference.decoding.decoder import Decoder
 from headstart.inference.decoding.plans import load_plans
 from headstart.inference.decoding.policy import AUTO, TreePolicy, fit_depth
@@ -274,10 +275,8 @@ class _Growing:
 
 
 def _together(decoder: Decoder, prompts: list[list[int]], growing: list[_Growing], each: list[SamplingParams], how: dict[str, Any]) -> None:
-    if not growing[0].criteria:
-        for sequence, row in zip(growing, decoder.generate_many(prompts, sampling=each, sequences=len(prompts), **how), strict=True):
-            sequence.take(row.tokens)
-        return
+    for prompt in prompts:  # before an engine takes memory for it
+        check_prompt(decoder.target, prompt, how["new_tokens"])
     with decoder.held(len(prompts), max(map(len, prompts)) + how["new_tokens"], decoder.several) as engine:
         rows = [engine.add_request(prompt, sampling=s, **how) for prompt, s in zip(prompts, each, strict=True)]
         while True:

@@ -467,6 +467,17 @@ def test_arguments_that_are_not_supported(how: dict[str, Any], says: str) -> Non
         generate(target_of().model, trained("mtp"), torch.tensor(PROMPTS[:1]), **{"max_new_tokens": 4, **how})
 
 
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_batch_that_is_too_long_is_refused_before_an_engine_takes_memory(stops: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(*_: Any) -> None:
+        raise AssertionError("an engine was made")
+
+    monkeypatch.setattr(Decoder, "_make", made)
+    how: dict[str, Any] = {"stop_strings": "never said", "tokenizer": tokenizer()} if stops else {}
+    with pytest.raises(UserError, match="300 new ones exceed the target's context of 256"):
+        generate(target_of().model, None, **padded(PROMPTS), max_new_tokens=300, pad_token_id=PAD, **how)
+
+
 def test_a_cache_of_ones_own_is_refused() -> None:
     from transformers import DynamicCache
 
