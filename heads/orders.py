@@ -3,8 +3,8 @@
 torch multiplies by a matrix as it lies in memory (``dense``). In half precision oneDNN then reorders it at every call; in fp32 MKL uses
 slow kernels on some processors. A decoding step does little but read matrices, so their order can make it several times faster.
 There are two others: oneDNN's own (``onednn``), and the panels of heads/native.cpp (``panels``). Which is faster depends on the
-processor, the shape, the dtype and the number of rows (benchmarks/prepack.py). So nothing is assumed: when a model is prepacked, a
-product of each shape is timed in all orders for some milliseconds.
+processor, the shape, the dtype and the number of rows. So nothing is assumed: when a model is prepacked, a product of each shape is
+timed in all orders for some milliseconds.
 
 Shape suffixes: V rows of a matrix, H its columns (the width of an input).
 """

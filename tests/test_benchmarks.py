@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import alternatives, decode, drafters, exactness, frame, growth, planted, prepack, tiny, train_gpu, versus
+from benchmarks import alternatives, decode, drafters, exactness, frame, growth, planted, tiny, train_gpu, versus
 from benchmarks import rows as gpu_rows
 from benchmarks.gpu import Bench, accepting
 from benchmarks.vllm_side import Vllm
-from headstart.heads import orders
 from headstart.inference.decoding import auto
 from headstart.inference.decoding.decode import Generation, generate
 from headstart.inference.decoding.policy import TreePolicy
@@ -266,19 +265,6 @@ def test_batches_are_those_of_transformers() -> None:
     assert tiny.differing({"ours": [[a]], "theirs": [[b]]}, 6) == 0
     b.tokens[7] += 1
     assert tiny.differing({"ours": [[a]], "theirs": [[b]]}, 6) == 1
-
-
-def test_every_order_of_a_matrix_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepack, "BYTES", 1 << 16)
-    found = prepack.products((96, 64), torch.float32, (1, 512), rounds=1)
-    packed = set(orders.packers(torch.zeros(96, 64)))
-    assert all(each["choice"] in {"dense", *packed} for each in found.values())
-    assert all(each[way] > 0 for each in found.values() for way in ("linear", "mm", *packed, "chosen"))
-    x, matrix = torch.randn(3, 64), torch.randn(96, 64)
-    stored = {order: [pack(matrix)] for order, pack in orders.packers(matrix).items()}
-    ways = prepack.ways(x, [matrix], stored, [lambda x: x @ matrix.T])
-    for call in ways.values():
-        assert torch.allclose(call()[0].view(3, 96), x @ matrix.T, atol=1e-4)  # type: ignore[index]
 
 
 # ---- exactness ----
