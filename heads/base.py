@@ -182,7 +182,6 @@ class Drafter(nn.Module, ABC):
     unserved: str = ""  # why no engine loads its folders, whatever their format
     max_depth: int | None = None  # deepest guess it can make; None: no limit
     unrolls: bool = True  # False: with true tokens, depth d of root t equals depth 1 of root t+d-1, so only depth 1 is trained
-    memory_dtype: torch.dtype | None = None  # dtype of its memory, where one other than its own is read faster; None: its own
     acceptance: Mapping[bool, Sequence[float]] = {}  # temperature > 0 -> share of right guesses by depth (inference/reports/prior.py)
     only_trained: tuple[str, ...] = ()  # settings that only training uses: a resumed run may change them
     anchors: int | None = None  # if all depths are made in ``begin``: roots that a training step draws from each batch row; None: all
@@ -262,7 +261,7 @@ class Drafter(nn.Module, ABC):
                 if block is not self.ends.head_VD:  # which the target prepacks itself
                     prepack_beside(block)
         prepack(self)
-        self.memory_dtype = freeze(self)
+        freeze(self)
         return self
 
     @abstractmethod

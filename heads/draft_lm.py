@@ -139,7 +139,7 @@ class DraftLm(ReadsTokens, Drafter):
         size = self.size
         self.reader.quicken()
         super().prepack()
-        self._size, self.memory_dtype = size, self.reader.memory_dtype
+        self._size = size
         return self
 
     def unembedding(self, depth: int) -> Unembedding:

@@ -75,6 +75,4 @@ class ExitHead(ReadsTokens, Drafter):
         """Also speeds up the shared layers, without changing the target's weights."""
         super().prepack()
         self._shared[0].quicken(own=False)
-        if self._shared[0].lean is None:
-            self.memory_dtype = None  # the target's modules need a memory of their own dtype
         return self

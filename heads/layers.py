@@ -18,7 +18,6 @@ from headstart.heads.errors import UserError
 from headstart.heads.frozen import CosSin
 from headstart.heads.kernels.launch import DTYPES, TILE, takes
 from headstart.heads.memory import Memory, Segment
-from headstart.heads.orders import memory_dtype
 from headstart.heads.prepack import Prepacked
 from headstart.heads.visibility import Sees
 
@@ -180,11 +179,10 @@ class DecoderLayer(nn.Module):
         return self.mlp(self.post_attention_layernorm(x), x)
 
 
-def freeze(model: nn.Module) -> torch.dtype | None:
+def freeze(model: nn.Module) -> None:
     """Freeze all decoder layers and norms of a model, in place: on a CPU after ``heads.prepack.prepack``, on a GPU where our kernels can be
-    launched. It can then only decode. Returns the dtype in which its memory is read fastest; None: its own.
+    launched. It can then only decode.
     """
-    dtype = None
     for each in model.modules():
         module: Any = each
         if isinstance(module, RMSNorm) and (forms := _forms(module)) is not None:
@@ -195,9 +193,6 @@ def freeze(model: nn.Module) -> torch.dtype | None:
             sizes = attention.heads, attention.kv_heads, attention.head_dim
             norms = [None if name is None else getattr(module, name) for name in module.reads]
             module.frozen = forms.Layer(norms, attention, sizes, module.post_attention_layernorm, module.mlp)
-        if isinstance(module, Attention) and module.o_proj.weight.device.type == "cpu":
-            dtype = memory_dtype(module.o_proj.weight.dtype, module.heads, module.kv_heads, module.head_dim)
-    return dtype
 
 
 def _forms(module: nn.Module) -> Any:

@@ -23,7 +23,6 @@ from headstart.heads.kernels.launch import DTYPES, launches
 from headstart.heads.kinds import kinds_of
 from headstart.heads.layers import Rope
 from headstart.heads.memory import Memory
-from headstart.heads.orders import memory_dtype
 from headstart.heads.prepack import Part
 from headstart.heads.visibility import KEPT, Sees
 
@@ -44,11 +43,10 @@ class Lean:
         """What computes a pass of few rows, in words for reports."""
         return "C++, all layers in one call" if self.native is not None else "torch's operations, layer by layer"
 
-    def __init__(self, decoder: Any, layers: list[frozen.Layer], rope: Rope, heads: tuple[int, int, int]) -> None:
+    def __init__(self, decoder: Any, layers: list[frozen.Layer], rope: Rope) -> None:
         self.embedding, self.layers, self.rope = decoder.embed_tokens, layers, rope
         self.native = native_layers.Layers.joined([layer.native for layer in layers])
         self.norm: frozen.Normed = nn.Identity() if isinstance(decoder.norm, nn.Identity) else frozen.normed(decoder.norm)
-        self.memory_dtype = memory_dtype(self.embedding.weight.dtype, *heads)
 
     def read(
         self, tokens_BN: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees, taps: Collection[int] = ()
@@ -86,7 +84,7 @@ def lean(decoder: Any, own: bool = True) -> Lean | Fused | None:
     rope, sizes = known
     if decoder.embed_tokens.weight.device.type == "cpu":
         layers = [frozen.Layer([x.input_layernorm], x.self_attn, sizes, x.post_attention_layernorm, x.mlp) for x in decoder.layers]
-        return Lean(decoder, layers, rope, sizes)
+        return Lean(decoder, layers, rope)
     if decoder.embed_tokens.weight.dtype not in DTYPES or not launches(decoder.embed_tokens.weight.device):
         return None
     from headstart.heads.kernels.fused import Fused

@@ -45,11 +45,6 @@ class Backbone:
         self._follows: bool | None = None
 
     @property
-    def memory_dtype(self) -> torch.dtype | None:
-        """The dtype of a memory that it reads fastest; None: its own."""
-        return None if self.lean is None else self.lean.memory_dtype
-
-    @property
     def passes(self) -> str:
         """What computes a pass of few rows. Reports say it, because the choice depends on what is installed and on measurements."""
         return "the model's own modules" if self.lean is None else self.lean.passes

@@ -91,16 +91,13 @@ class Passing(Memory):
 
 
 class Slots(Memory):
-    """A memory with preallocated buffers, for decoding one sequence: appending would copy the prefix at every step.
-
-    ``dtype``: that of the stored rows, for a dtype that is read faster (heads/orders.py); None: the dtype in which they are written.
-    """
+    """A memory with preallocated buffers, for decoding one sequence: appending would copy the prefix at every step."""
 
     single = True
 
-    def __init__(self, capacity: int = 0, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, capacity: int = 0) -> None:
         super().__init__()
-        self.capacity, self.dtype = capacity, dtype
+        self.capacity = capacity
         self.used: dict[int, int] = {}
 
     def reserve(self, rows: int) -> None:
@@ -132,7 +129,7 @@ class Slots(Memory):
         """Allocate larger buffers for a layer, with room for at least ``rows`` rows, and copy what it holds."""
         if rows > self.capacity:
             self.capacity = max(rows + GRAIN, 2 * self.capacity)
-        buffers = [x.new_empty((*x.shape[:2], self.capacity, x.shape[3]), dtype=self.dtype or x.dtype) for x in (k, v)]
+        buffers = [x.new_empty((*x.shape[:2], self.capacity, x.shape[3])) for x in (k, v)]
         if layer in self.layers:  # buffers are copied apart: in latent attention, keys and values differ in size
             for buffer, old in zip(buffers, self.layers[layer][0], strict=True):
                 buffer[:, :, : self.used[layer]] = old[:, :, : self.used[layer]]

@@ -27,7 +27,7 @@ struct Call {  // as ``_Call`` of heads/native.py
     void *const *keys, *const *values;  // of each layer, [batch or more, kv_heads, slots, d]
     void* const* to;                    // outputs of each layer, which may be the input of the layer
     const int64_t* starts;  // the slot of each sequence's first row; null: ``start`` for all
-    long layers, batch, rows, start, first, seen, slots, bias_row, bias_batch, cos_wide, memory_wide, threads;
+    long layers, batch, rows, start, first, seen, slots, bias_row, bias_batch, cos_wide, threads;
 };
 
 // RMSNorm; a copy where there is no weight.
@@ -59,8 +59,8 @@ static long together(const Layer& l, long rows) {
 static bool many(long rows) { return rows > 16; }
 
 // One layer, read by all threads. It reads ``inputs`` and writes keys and values of its rows, and its output ``to``.
-template <class T, class W, class K>
-static void layer(const Layer& l, const Call& c, const T* const* inputs, const T* residual, K* keys, K* values, T* to, T* shared) {
+template <class T, class W>
+static void layer(const Layer& l, const Call& c, const T* const* inputs, const T* residual, T* keys, T* values, T* to, T* shared) {
     const long rows = c.batch * c.rows, d = l.head_dim, D = l.hidden, heads = l.heads, kv = l.kv_heads, I = l.mlp;
     const long A = heads * d, all = A + 2 * kv * d, H = l.inputs * D;
     T *qkv = shared, *found = qkv + rows * all, *x = found + rows * A, *act = x + rows * D, *common = act + rows * I;
@@ -109,10 +109,10 @@ static void layer(const Layer& l, const Call& c, const T* const* inputs, const T
     for (auto [i, end] = share(c.batch * kv * blocks); i < end; i++) {
         const long b = i / (kv * blocks), g = i / blocks % kv, at = ((b * kv + g) * c.slots + c.first) * d, first = i % blocks * each;
         const long n = std::min(each, all_queries - first);
-        Query<T, K> queries[QUERIES];
+        Query<T> queries[QUERIES];
         for (long j = 0; j < n; j++) {
             const long h = g * group + (first + j) / c.rows, row = (first + j) % c.rows, r = b * c.rows + row;
-            const K* bias = c.bias ? (const K*)c.bias + b * c.bias_batch + row * c.bias_row : nullptr;
+            const T* bias = c.bias ? (const T*)c.bias + b * c.bias_batch + row * c.bias_row : nullptr;
             queries[j] = {qkv + r * all + h * d, bias, found + r * A + h * d};
         }
         attend(queries, n, keys + at, values + at, c.seen, d, scores.data());
@@ -142,7 +142,7 @@ static void layer(const Layer& l, const Call& c, const T* const* inputs, const T
 }
 
 // Layers in a row, each of which reads the output of the one before.
-template <class T, class W, class K> static void stack(const Layer* const* layers, const Call& c) {
+template <class T, class W> static void stack(const Layer* const* layers, const Call& c) {
     static thread_local std::vector<T> room;  // grows, never shrinks
     for (long i = 0; i < c.layers; i++) room.resize(std::max<size_t>(room.size(), together(*layers[i], c.batch * c.rows)));
     T* shared = room.data();
@@ -150,7 +150,7 @@ template <class T, class W, class K> static void stack(const Layer* const* layer
     {
         const T *inputs[2] = {(const T*)c.inputs[0], (const T*)c.inputs[1]}, *residual = (const T*)c.residual;
         for (long i = 0; i < c.layers; i++) {
-            layer<T, W, K>(*layers[i], c, inputs, residual, (K*)c.keys[i], (K*)c.values[i], (T*)c.to[i], shared);
+            layer<T, W>(*layers[i], c, inputs, residual, (T*)c.keys[i], (T*)c.values[i], (T*)c.to[i], shared);
             residual = inputs[0] = (const T*)c.to[i];
         }
     }
@@ -161,9 +161,7 @@ template <class T, class W, class K> static void stack(const Layer* const* layer
     void linear_##name(const T* x, const W* w, const T* b, T* y, long rows, long V, long H, int threads) {                           \
         linear(x, w, b, y, rows, V, H, threads);                                                                                     \
     }                                                                                                                                \
-    void stack_##name(const Layer* const* layers, const Call* c) {                                                                   \
-        c->memory_wide ? stack<T, W, float>(layers, *c) : stack<T, W, T>(layers, *c);                                                \
-    }
+    void stack_##name(const Layer* const* layers, const Call* c) { stack<T, W>(layers, *c); }
 #define OFFER_PLAIN(name, T)                                                                                                         \
     void norm_##name(const T* x, const T* w, T* y, long rows, long size, double eps) {                                               \
         for (long r = 0; r < rows; r++) normed(x + r * size, w, eps, size, y + r * size);                                            \

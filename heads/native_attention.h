@@ -55,7 +55,7 @@ template <bool WHOLE, class T> static inline Vec part_of(const T* p, long n) {
     else return load(p, n);
 }
 // Of a query and n keys, one after the other in the order in which they lie in memory.
-template <bool WHOLE, class T, class K> static inline Vec dots(const T* q, const K* keys, long n, long d) {
+template <bool WHOLE, class T> static inline Vec dots(const T* q, const T* keys, long n, long d) {
     Vec found[LANES] = {};
     for (long e = 0; e < n; e++, keys += d) {
         Vec dot = {};
@@ -65,7 +65,7 @@ template <bool WHOLE, class T, class K> static inline Vec dots(const T* q, const
     return totals<LANES>(found);
 }
 // Of a query and ``LANES`` keys side by side, which is faster where they are near.
-template <bool WHOLE, class T, class K> static inline Vec dots_near(const T* q, const K* keys, long d) {
+template <bool WHOLE, class T> static inline Vec dots_near(const T* q, const T* keys, long d) {
     Vec found[LANES] = {};
     for (long i = 0; i < d; i += LANES) {
         const Vec part = part_of<WHOLE>(q + i, d - i);
@@ -74,8 +74,8 @@ template <bool WHOLE, class T, class K> static inline Vec dots_near(const T* q, 
     return totals<LANES>(found);
 }
 // Adds n values, weighted by the scores of Q queries, to columns i.. of their ``sums``, in C vectors at once.
-template <bool WHOLE, int Q, int C, class K>
-static inline void mix_columns(const K* v, const float* scores, long wide, long n, long d, long i, float* sums) {
+template <bool WHOLE, int Q, int C, class T>
+static inline void mix_columns(const T* v, const float* scores, long wide, long n, long d, long i, float* sums) {
     Vec found[Q][C];
     for (int q = 0; q < Q; q++)
         for (int c = 0; c < C; c++) found[q][c] = load(sums + q * d + i + c * LANES, d - i - c * LANES);
@@ -87,16 +87,15 @@ static inline void mix_columns(const K* v, const float* scores, long wide, long 
     for (int q = 0; q < Q; q++)
         for (int c = 0; c < C; c++) store(sums + q * d + i + c * LANES, found[q][c], d - i - c * LANES);
 }
-template <bool WHOLE, int Q, int C, class K>
-static inline void mix(const K* v, const float* scores, long wide, long n, long d, float* sums, long i = 0) {
+template <bool WHOLE, int Q, int C, class T>
+static inline void mix(const T* v, const float* scores, long wide, long n, long d, float* sums, long i = 0) {
     for (; i + (C > 1 ? C * LANES : 1) <= d; i += C * LANES) mix_columns<WHOLE, Q, C>(v, scores, wide, n, d, i, sums);
     if constexpr (C > 1) mix<WHOLE, Q, C / 2>(v, scores, wide, n, d, sums, i);
 }
 
 // One query of an attention: where it stands, its bias for each row of memory (or null), and where its result goes.
-template <class T, class K> struct Query {
-    const T* q;
-    const K* bias;
+template <class T> struct Query {
+    const T *q, *bias;
     T* to;
 };
 
@@ -110,23 +109,22 @@ template <class Work> static inline void by_fours(long n, Work work) {
 
 static long width(long M) { return (M + LANES - 1) / LANES * LANES; }  // room for M scores
 
-// Attention of n queries over the same M rows of memory, whose dtype is that of the queries or fp32. ``room``: for n * (width(M) + d)
-// numbers.
-template <bool WHOLE, class T, class K>
-static void attended(const Query<T, K>* queries, long n, const K* k, const K* v, long M, long d, float* room) {
+// Attention of n queries over the same M rows of memory. ``room``: for n * (width(M) + d) numbers.
+template <bool WHOLE, class T>
+static void attended(const Query<T>* queries, long n, const T* k, const T* v, long M, long d, float* room) {
     const float scale = 1.0f / std::sqrt(float(d));
     const long wide = width(M);
     float sum[QUERIES], *sums = room + n * wide;
     for (long m = 0; m < M; m += LANES)
         for (long j = 0; j < n; j++) {  // the first query brings keys near
             const bool near = j > 0 && m + LANES <= M;
-            const K* keys = k + m * d;
+            const T* keys = k + m * d;
             const Vec found = near ? dots_near<WHOLE>(queries[j].q, keys, d) : dots<WHOLE>(queries[j].q, keys, std::min(LANES, M - m), d);
             store(room + j * wide + m, found * scale);
         }
     for (long j = 0; j < n; j++) {
         float* scores = room + j * wide;
-        const K* bias = queries[j].bias;
+        const T* bias = queries[j].bias;
         for (long m = 0; bias && m < M; m += LANES) store(scores + m, load(scores + m, M - m) + load(bias + m, M - m), M - m);
         std::fill(scores + M, scores + wide, -INFINITY);
         Vec high = load(scores);
@@ -156,8 +154,8 @@ static void attended(const Query<T, K>* queries, long n, const K* k, const K* v,
         for (long i = 0; i < d; i += LANES) store(queries[j].to + i, load(sums + j * d + i, d - i) / sum[j], d - i);
 }
 
-template <class T, class K>
-static void attend(const Query<T, K>* queries, long n, const K* k, const K* v, long M, long d, float* room) {
+template <class T>
+static void attend(const Query<T>* queries, long n, const T* k, const T* v, long M, long d, float* room) {
     if (d % LANES) attended<false>(queries, n, k, v, M, d, room);
     else attended<true>(queries, n, k, v, M, d, room);
 }

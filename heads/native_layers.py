@@ -39,7 +39,7 @@ class _Call(ctypes.Structure):
         ("inputs", POINTER * MANY),
         *((name, POINTER) for name in ("residual", "cos", "sin", "bias", "keys", "values", "to", "starts")),
         *((name, LONG) for name in ("layers", "batch", "rows", "start", "first", "seen", "slots", "bias_row", "bias_batch")),
-        *((name, LONG) for name in ("cos_wide", "memory_wide", "threads")),
+        *((name, LONG) for name in ("cos_wide", "threads")),
     ]
 
 
@@ -68,11 +68,14 @@ class Layers:
     ) -> dict[int, Tensor]:  # fmt: skip
         """Read ``inputs`` and ``residual``, [B, N, D] each. Returns the outputs of the layers ``wanted`` (the first is 0) and of the last
         one. ``rooms``: for each layer, where the keys and values of the rows are written: the same slots in all layers. ``bias``: the
-        additive mask, [B or 1, 1, N, slots seen], or None. ``cos_sin``: [B or 1, 1, N, d]. Raises RuntimeError for inputs of another width.
+        additive mask, [B or 1, 1, N, slots seen], or None. ``cos_sin``: [B or 1, 1, N, d]. Raises RuntimeError for inputs of another width,
+        and for rooms of another dtype than the layers'.
         """
         if any(x.shape != residual.shape or x.shape[2] != self.width for x in (*inputs, residual)):
             raise RuntimeError(f"inputs of {[tuple(x.shape) for x in inputs]} for layers that are {self.width} wide")
         (cos, sin), (keys, _, start, first, stop), B = cos_sin, rooms[0], residual.shape[0]
+        if keys.dtype != self.dtype:
+            raise RuntimeError(f"a memory of {keys.dtype} for layers of {self.dtype}")
         cos, sin = (x if x.shape[0] == B and x.is_contiguous() else x.expand(B, -1, -1, -1).contiguous() for x in (cos, sin))
         inputs, residual = [x.to(self.dtype).contiguous() for x in inputs], residual.to(self.dtype).contiguous()
         found = {i: torch.empty_like(residual) for i in {*wanted, self.count - 1}}
@@ -86,7 +89,7 @@ class Layers:
             keys=all_keys, values=all_values, to=outputs, starts=starts, start=start,
             layers=self.count, batch=B, rows=residual.shape[1], first=first, seen=stop - first, slots=keys.shape[2],
             bias_row=0 if bias is None else bias.stride(2), bias_batch=0 if bias is None or len(bias) == 1 else bias.stride(0),
-            cos_wide=cos.dtype == torch.float32, memory_wide=keys.dtype == torch.float32, threads=torch.get_num_threads(),
+            cos_wide=cos.dtype == torch.float32, threads=torch.get_num_threads(),
         )  # fmt: skip
         self._reads(self._layers, ctypes.byref(call))
         return found

@@ -155,21 +155,3 @@ def _seconds(*calls: Callable[[], Any]) -> list[float]:
             best[i] = min(best[i], time.thread_time() - start)
         tries += 1
     return best
-
-
-@functools.cache
-def memory_dtype(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> torch.dtype | None:
-    """The dtype in which a CPU reads keys and values fastest; None: their own. For a few rows, torch's attention in half precision takes
-    several times as long as in fp32 on processors without special kernels for it.
-    """
-    if dtype == torch.float32:
-        return None
-
-    def attend(kept: torch.dtype, rows: int) -> Tensor:
-        q = torch.ones(1, kv_heads, rows * heads // kv_heads, head_dim, dtype=dtype)
-        k = torch.ones(1, kv_heads, 512, head_dim, dtype=kept)
-        return F.scaled_dot_product_attention(q.to(kept), k, k).to(dtype)
-
-    with torch.no_grad():
-        wide, own = _seconds(*(lambda kept=kept: [attend(kept, rows) for rows in (1, 8)] for kept in (torch.float32, dtype)))
-    return torch.float32 if wide < own else None

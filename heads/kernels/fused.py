@@ -94,7 +94,7 @@ class Layer:
 class Fused:
     """``decoder`` (a language model without its head) of a structure that heads/lean.py knows, with the same weights."""
 
-    native, memory_dtype, passes = None, None, "fused kernels between the matrix products"
+    native, passes = None, "fused kernels between the matrix products"
 
     def __init__(self, decoder: Any, rope: Rope, sizes: tuple[int, int, int], own: bool) -> None:
         self.embedding, self.rope = decoder.embed_tokens, rope.to(decoder.embed_tokens.weight.device)

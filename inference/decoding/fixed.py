@@ -24,16 +24,14 @@ class FixedMemory(Memory):
     """The key-value cache of the target, or the memory of a drafter, for ``batch`` sequences.
 
     ``layers``: for the target, how many layers write on each device; their buffers form one stack there, so that ``keep`` moves the rows
-    of all layers at once. None, for a drafter: each layer has buffers of its own. ``dtype``: in which keys and values are stored; None: as
-    they are written.
+    of all layers at once. None, for a drafter: each layer has buffers of its own.
     """
 
     def __init__(
-        self, batch: int, capacity: int, scratch: int, device: torch.device, layers: Mapping[torch.device, int] | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+        self, batch: int, capacity: int, scratch: int, device: torch.device, layers: Mapping[torch.device, int] | None = None
+    ) -> None:
         super().__init__()
-        self.batch, self.capacity, self.scratch, self.alike, self.dtype = batch, capacity, scratch, layers or {}, dtype
+        self.batch, self.capacity, self.scratch, self.alike = batch, capacity, scratch, layers or {}
         self.kept_B = torch.zeros(batch, dtype=torch.int64, device=device)  # rows kept
         self.sequence_B1 = torch.arange(batch, device=device)[:, None]
         self.slot_S = torch.arange(capacity, device=device)
@@ -83,12 +81,11 @@ class FixedMemory(Memory):
 
     def _new_buffer(self, x: Tensor, count: int) -> Tensor:
         """A buffer [B, h, S, d] for rows like ``x``, out of a stack of ``count`` buffers."""
-        dtype = self.dtype or x.dtype
-        spare = self.spare.setdefault((x.shape[1], x.shape[3], dtype, x.device), [])
+        spare = self.spare.setdefault((x.shape[1], x.shape[3], x.dtype, x.device), [])
         if not spare:
             # zeros: slots not written yet are masked, but a NaN in them would survive the mask (0 times NaN is NaN)
             shape = (count, self.batch, x.shape[1], self.scratch + self.capacity, x.shape[3])
-            self.stacks.append(x.new_zeros(shape, dtype=dtype))
+            self.stacks.append(x.new_zeros(shape))
             spare += self.stacks[-1].unbind()
         return spare.pop(0)
 
@@ -132,7 +129,7 @@ class FixedMemory(Memory):
     def _put(self, buffers: Segment, places_n1: Tensor, slots_nR: Tensor, rows: Segment) -> None:
         for buffer, x in zip(buffers, rows, strict=True):
             at = (y.to(buffer.device) for y in (places_n1, self.scratch + slots_nR))
-            buffer[next(at), :, next(at)] = x.transpose(1, 2).to(buffer.dtype)
+            buffer[next(at), :, next(at)] = x.transpose(1, 2)
 
     def rows(self, layer: int = 0) -> int:
         """How many rows a pass sees besides its own. (The rows in scratch are the own rows of a tree's pass.)"""

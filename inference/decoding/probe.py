@@ -100,7 +100,7 @@ def _dynamic(target: Target, tokens_T: Tensor, tree: Tree) -> Tensor:
 
 def _static(target: Target, tokens_T: Tensor, tree: Tree) -> Tensor:
     R, far = len(tree) + 1, _window(target.config)
-    memory = FixedMemory(1, TEXT, R + far, target.device, target.layers_on(), target.reader.memory_dtype)
+    memory = FixedMemory(1, TEXT, R + far, target.device, target.layers_on())
     here_T = torch.arange(TEXT, device=target.device)
     sees = memory.load([0], [0], TEXT)
     target.read_rows(tokens_T[None, :TEXT], here_T[None], memory, sees)

@@ -55,7 +55,7 @@ class Drafting:
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.taps = drafter.taps
-        self.memory = Slots(dtype=drafter.memory_dtype)
+        self.memory = Slots()
         self.draft: Draft | None = None
 
     def start(self, context: Context | None, tokens: int) -> None:

@@ -68,8 +68,8 @@ class Rounds:
         # Slack, ``path`` rows each: a sequence's last round, the next one (begun before the last is read), and writes after it has left.
         room = max_length + 3 * self.path + self.waits
         scratch = max([1 + p.nodes for p in trees] + [p.reads for p in trees], default=1)
-        self.cache = FixedMemory(sequences, room, scratch, self.device, target.layers_on(), target.reader.memory_dtype)
-        self.memory = FixedMemory(sequences, room, scratch, self.device, dtype=None if drafter is None else drafter.memory_dtype)
+        self.cache = FixedMemory(sequences, room, scratch, self.device, target.layers_on())
+        self.memory = FixedMemory(sequences, room, scratch, self.device)
         whole: dict[str, Any] = {"dtype": torch.int64, "device": self.device}
         # per sequence: the last token, the seed, 1 while it decodes, how many rows wait, the position before which it must not end
         self.token_B, self.seed_B, self.active_B, self.waiting_B, self.hold_B = (torch.zeros(sequences, **whole) for _ in range(5))

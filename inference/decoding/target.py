@@ -234,8 +234,8 @@ class Target(TargetInfo):
         return self
 
     def new_memory(self, rows: int = 0) -> Slots:
-        """A key-value cache for one sequence with room for ``rows`` rows, in the dtype that the target reads fastest."""
-        return Slots(rows, self.reader.memory_dtype)
+        """A key-value cache for one sequence with room for ``rows`` rows."""
+        return Slots(rows)
 
     @torch.no_grad()
     def read_rows(

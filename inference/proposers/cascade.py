@@ -39,7 +39,7 @@ class Cascade(Follower):
         if drafter.unrolls or drafter.taps:
             raise UserError("proposer cascade: its drafter must be a language model of its own, which reads no state of the target")
         self.drafter, self.small = drafter, Cascade(small.drafter) if isinstance(small, Drafting) else small
-        self.memory = Slots(dtype=drafter.memory_dtype)
+        self.memory = Slots()
 
     def start(self, context: Context, tokens: int) -> None:
         """Begin a sequence, in the smaller proposers too."""

@@ -41,7 +41,7 @@ class Borrowed(Memory):
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> list[Segment]:
         """Append rows to the memory's own. Returns two segments: the borrowed rows, then the memory's own."""
-        keys, values = (x[:, :, : self.borrowed].to(k.dtype) for x in self.theirs.layers[layer][0])
+        keys, values = (x[:, :, : self.borrowed] for x in self.theirs.layers[layer][0])
         return [(keys, values), *super().write(layer, k, v)]
 
     def rows(self, layer: int = 0) -> int:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.heads import native, native_layers
-from headstart.heads.memory import Slots
+from headstart.heads.memory import Room, Slots
 from headstart.heads.visibility import CausalSees, MaskSees
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.engine import Engine
@@ -59,13 +59,16 @@ def test_a_product_is_that_of_float64(kind: str, V: int, H: int, bias: bool) -> 
 
 
 @needs_library
-def test_another_width_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_width_or_dtype_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="36 columns"):
         native.linear(torch.randn(2, 40), native.pack(torch.randn(16, 36)))
     lean = target_of("fp32", monkeypatch).reader.lean
     assert lean is not None and lean.native is not None
     with pytest.raises(RuntimeError, match=f"{lean.native.width} wide"):
         lean.native([torch.randn(1, 2, 8)], (torch.randn(1, 1, 2, 4),) * 2, [], None, torch.randn(1, 2, 8))
+    x, keys = torch.randn(1, 2, lean.native.width), torch.randn(1, 2, 8, 16).bfloat16()
+    with pytest.raises(RuntimeError, match=r"memory of torch\.bfloat16 for layers of torch\.float32"):
+        lean.native([x], (torch.randn(1, 1, 2, 16),) * 2, [Room(keys, keys, 0, 0, 2)] * lean.native.count, None, x)
 
 
 @needs_library
@@ -106,11 +109,10 @@ def target_of(kind: str, monkeypatch: pytest.MonkeyPatch, head_dim: int = 16) ->
 @pytest.mark.parametrize(  # rows that one thread reads alone, and that threads share
     ("count", "head_dim"), [(7, 16), pytest.param(11, 24, marks=pytest.mark.slow), (20, 96)]
 )
-@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
 def test_a_node_of_a_tree_gets_the_numbers_of_plain_decoding_to_the_bit(
-    kind: str, wide: bool, count: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, count: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over a tree with branches, the states of each path equal those of its tokens read one by one."""
     target = target_of(kind, monkeypatch, head_dim)
@@ -121,7 +123,7 @@ def test_a_node_of_a_tree_gets_the_numbers_of_plain_decoding_to_the_bit(
     taps = range(target.shape.layers + 1)
 
     def begun() -> Slots:
-        memory = Slots(64, torch.float32 if wide else None)
+        memory = Slots(64)
         target.read_rows(torch.tensor([prompt]), torch.arange(READ)[None], memory, CausalSees(READ, READ))
         return memory
 
