@@ -52,13 +52,14 @@ Encode = Callable[[list[Any]], list[Made]]  # from rows (data/rows.py) to what i
 
 class Mapped:
     """The documents of Arrow files, read by memory map. Pages are released regularly, so that a process's memory does not grow with the
-    amount it has read.
+    amount it has read. ``left_out``: row and reason of the first three rows that have no document.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
         import pyarrow as pa
 
         self._maps, self._chunks, sizes, rows = list[mmap.mmap](), list[Any](), list[NDArray[Any]](), list[NDArray[Any]]()
+        self.left_out = list[tuple[int, str]]()
         for path in files:
             with path.open("rb") as file:
                 self._maps.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -69,6 +70,7 @@ class Mapped:
                 used = np.array(why.is_null().to_numpy(zero_copy_only=False))
                 sizes.append(np.where(used, np.diff(offsets), -1))
                 rows.append(row.to_numpy())
+                self.left_out += [(int(rows[-1][i]), why[i].as_py()) for i in np.flatnonzero(~used)[: 3 - len(self.left_out)]]
         self._first = np.cumsum([0, *map(len, sizes)])  # the first row of each chunk
         of, self.rows = (np.concatenate([np.empty(0, np.int64), *parts]) for parts in (sizes, rows))
         self._kept = np.flatnonzero(of >= 0)
@@ -183,8 +185,9 @@ def _make(folder: Path, *, name: str, table: Callable[[Path], Table], encode: En
     try:
         _map(folder, rows, encode, workers)
         files = {path.name: path.stat().st_size for path in sorted(folder.glob("tokens*.arrow"))}
-        left_out = _left_out(folder, files, rows)
         made = Mapped([folder / file for file in files])
+        first = [f"{rows[row].where}: {reason}" for row, reason in made.left_out]
+        left_out = {"count": len(rows) - len(made), "of": len(rows), "first": first}
         check(made, rows)
     finally:
         rows.close()
@@ -237,37 +240,10 @@ def _quiet(datasets: Any) -> Iterator[None]:
         (datasets.enable_progress_bars if was_on else datasets.disable_progress_bars)()
 
 
-def _left_out(folder: Path, files: dict[str, int], table: Table) -> dict[str, Any]:
-    """``count``: the number of rows without a document. ``of``: the number of all rows. ``first``: place and reason of the first three."""
-    import pyarrow as pa
-
-    count, first = 0, list[str]()
-    for name in files:
-        with pa.memory_map(str(folder / name)) as source:
-            for batch in pa.ipc.open_stream(source):
-                why = batch.column(batch.schema.get_field_index("why"))
-                count += len(why) - why.null_count
-                if why.null_count < len(why) and len(first) < 3:
-                    reasons = zip(batch.column(batch.schema.get_field_index("row")).to_pylist(), why.to_pylist(), strict=True)
-                    first += [f"{table[row].where}: {reason}" for row, reason in reasons if reason is not None][: 3 - len(first)]
-    return {"count": count, "of": len(table), "first": first}
-
-
 # ---- packed rows ----
 
 
-class Stored(Planned):
-    """Planned rows whose digest is already known."""
-
-    def __init__(self, known: str, *planned: Any) -> None:
-        super().__init__(*planned)
-        self.known = known
-
-    def digest(self) -> str:
-        return self.known
-
-
-def packed(folder: Path, documents: Documents, length: int, context: int | None, seed: int) -> Stored:
+def packed(folder: Path, documents: Documents, length: int, context: int | None, seed: int) -> Planned:
     """``pack.plan`` of the training ``documents`` in ``folder`` of the cache. The plan is kept in the folder.
 
     Raises UserError for a ``length`` that does not suit the ``context``, for documents without anything to learn, and for a damaged plan.
@@ -284,7 +260,7 @@ def packed(folder: Path, documents: Documents, length: int, context: int | None,
         raise UserError(f"{path} is damaged: run the same command again, which packs the rows again")
     table = np.load(path, mmap_mode="r", allow_pickle=False)
     pieces, first_R = table[: index["pieces"] * 3].reshape(-1, 3), table[index["pieces"] * 3 :]
-    return Stored(index["digest"], documents, pieces, first_R, length, index["dropped"], index["unsupervised"])
+    return Planned(documents, pieces, first_R, length, index["dropped"], index["unsupervised"], index["digest"])
 
 
 def _keep_plan(folder: Path, name: str, rows: Planned) -> None:

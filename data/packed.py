@@ -140,17 +140,22 @@ class Planned(Packed):
 
     ``pieces_P3``: for each piece the number of its document, its first token there, and its size in tokens. Pieces are in the order of the
     rows and of their places in a row. ``first_R`` [R + 1]: the number of each row's first piece, and at the end the number of pieces.
+    ``known``: the digest, if it is known already.
     """
 
     def __init__(
-        self, documents: Documents, pieces_P3: NDArray[np.int32], first_R: NDArray[np.int32], length: int, dropped: int, unsupervised: int
-    ) -> None:
+        self, documents: Documents, pieces_P3: NDArray[np.int32], first_R: NDArray[np.int32], length: int, dropped: int, unsupervised: int,
+        known: str = "",
+    ) -> None:  # fmt: skip
         self.documents, self.pieces_P3, self.first_R, self.length = documents, pieces_P3, first_R, length
-        self.dropped, self.unsupervised = dropped, unsupervised
+        self.dropped, self.unsupervised, self.known = dropped, unsupervised, known
         self.padding = len(self) * length - int(pieces_P3[:, 2].sum(dtype=np.int64))
 
     def __len__(self) -> int:
         return len(self.first_R) - 1
+
+    def digest(self) -> str:
+        return self.known or super().digest()
 
     def lay(self, rows: NDArray[np.int64]) -> Laid:
         shape, count = (len(rows), self.length), np.arange(self.length, dtype=np.int32)
