@@ -1,14 +1,13 @@
 """A frozen decoder layer for decoding on a CPU: it computes the same numbers as ``heads.layers`` in fewer and cheaper calls.
 
 One row through a small layer takes some microseconds of arithmetic. The overhead of Python and ``nn.Module`` at every call is larger.
-So products that read the same input are joined, and residuals are added within a product. Where heads/native.py supports a layer, the whole
-layer is one call into C++; elsewhere it is about twenty of torch's operations, called from plain classes.
+So products that read the same input are joined. Where heads/native.py supports a layer, the whole layer is one call into C++; elsewhere it
+is about twenty of torch's operations, called from plain classes.
 
 Shape suffixes: B batch, N rows of any kind, h heads, H width of an input, W width of all heads side by side, d head size.
 """
 
 from collections.abc import Callable, Sequence
-from math import inf
 from typing import Any
 
 import torch
@@ -17,8 +16,7 @@ from torch import Tensor, nn
 
 from headstart.heads import native, native_layers
 from headstart.heads.memory import Memory
-from headstart.heads.orders import is_packed
-from headstart.heads.prepack import JOINT, joint
+from headstart.heads.prepack import JOINT, joint, product
 from headstart.heads.visibility import KEPT, Sees
 
 CosSin = tuple[Tensor, Tensor]
@@ -81,40 +79,13 @@ def norm(module: Any) -> Norm | nn.Identity:
 
 
 class Product:
-    """``x`` [B, N, H] times a linear layer's matrix, in the storage order that is fastest for the number of rows B * N."""
+    """``x`` [B, N, H] times a linear layer's matrix."""
 
     def __init__(self, layer: Any) -> None:
-        packed = is_packed(layer.weight)
-        self.packed = layer.weight.detach() if packed else getattr(layer, "twin", None)
-        self.ours = self.packed is not None and not self.packed.is_mkldnn
-        self.turned = torch.empty(0) if packed else layer.weight.detach().t()
-        self.bias = None if layer.bias is None else layer.bias.detach()
-        self.since = 0 if packed else getattr(layer, "since", inf)  # rows from which the prepacked matrix is faster
+        self.weight, self.bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
 
     def __call__(self, x: Tensor) -> Tensor:
-        packed = self.packed
-        if packed is not None and x.size(0) * x.size(1) >= self.since:
-            if self.ours:
-                return native.linear(x, packed, self.bias)
-            return torch.ops.mkldnn._linear_pointwise(x, packed, self.bias, "none", [], "")
-        flat, bias = x.reshape(-1, x.size(2)), self.bias
-        out = torch.mm(flat, self.turned) if bias is None else torch.addmm(bias, flat, self.turned)
-        return out.view(x.size(0), x.size(1), -1)
-
-
-class Sum(Product):
-    """The same product added to a residual [B, N, ..]."""
-
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:  # type: ignore[override]
-        packed = self.packed
-        if packed is not None and x.size(0) * x.size(1) >= self.since:
-            if self.ours:
-                return native.linear(x, packed, self.bias) + residual
-            return torch.ops.mkldnn._linear_pointwise(x, residual, packed, self.bias, "add")
-        flat, bias = residual.reshape(-1, residual.size(2)), self.bias
-        if bias is not None:
-            flat = flat + bias
-        return torch.addmm(flat, x.reshape(-1, x.size(2)), self.turned).view(x.size(0), x.size(1), -1)
+        return product(x, self.weight, self.bias)
 
 
 def _products(owner: Any, names: Sequence[str]) -> list[Product]:
@@ -153,15 +124,15 @@ class _Behind:
     """The residual plus the output projection of the attention [B, h, N, d], and then plus the SwiGLU MLP."""
 
     def __init__(self, out: Any, norm_after: Any, feed: Any) -> None:
-        self.out, self.norm, self.down = Sum(out), norm(norm_after), Sum(feed.down_proj)
+        self.out, self.norm, self.down = Product(out), norm(norm_after), Product(feed.down_proj)
         self.parts, self.width = _products(feed, FEED), feed.down_proj.in_features
 
     def __call__(self, found: Tensor, residual: Tensor) -> Tensor:
-        x = self.out(found.transpose(1, 2).reshape(found.size(0), found.size(2), -1), residual)
+        x = residual + self.out(found.transpose(1, 2).reshape(found.size(0), found.size(2), -1))
         y = self.norm(x)
         parts = [part(y) for part in self.parts]
         gate, up = parts[0].narrow(-1, 0, self.width), parts[-1].narrow(-1, parts[-1].size(-1) - self.width, self.width)
-        return self.down(F.silu(gate).mul_(up), x)
+        return x + self.down(F.silu(gate).mul_(up))
 
 
 def _native(before: _Before, behind: _Behind, sizes: tuple[int, int, int]) -> native_layers.Layers | None:

@@ -102,8 +102,8 @@ def layer(
     the MLP; like ``head_norms``, each is a ``frozen.Norm`` or an identity. ``products``: four ``frozen.Product``: for queries, keys and
     values; for the output; for gate and up; for down. ``sizes``: heads, key-value heads, head size.
     """
-    weights = [each.packed for each in products]
-    if any(w is None or w.dim() != 3 or each.since > 1 for w, each in zip(weights, products, strict=True)):
+    weights = [each.weight for each in products]
+    if any(w.dim() != 3 for w in weights):
         return None
     (heads, kv_heads, head_dim), mlp, hidden = sizes, weights[3].shape[1], weights[3].shape[0] * PANEL
     before, others = ([getattr(norm, "weight", None) for norm in some] for some in (norms, (*head_norms, norm_after)))

@@ -25,7 +25,6 @@ from headstart.heads import native
 
 LEAST = 1 << 12  # numbers in a matrix; prepacking smaller ones gains nothing
 ROWS = (1, 2, 4, 8, 16)  # of the inputs that are timed: a single step, and the trees that a CPU decodes with
-SMALL = 1 << 22  # bytes up to which a matrix may be stored in both orders
 TRIES, BUDGET = 3, 2e-3  # minimum of one measurement: calls, and seconds
 RING, LAYERS = 1 << 23, 12  # maximum of one measurement: bytes of its matrices, and their number
 WORTH, LOOKS = 1.25, 3  # see ``in_order``
@@ -75,10 +74,9 @@ def packers(weight: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:
     return found
 
 
-def in_order(weight: Tensor) -> tuple[Tensor | None, float]:
-    """(the prepacked matrix, the number of rows from which it is faster; 1: always), or (None, inf) where it never is. A matrix of more
-    than ``SMALL`` bytes is not kept in both orders: it gets the one that is faster on average. Panels are taken for all numbers of rows,
-    if on average they are less than ``WORTH`` times as slow as the best other order: a layer with all matrices in panels is a single call.
+def in_order(weight: Tensor) -> Tensor | None:
+    """The matrix in the order that multiplies fastest on average over ``ROWS``; None: that is its own. Panels are taken where they are less
+    than ``WORTH`` times as slow as the best other order: a layer with all matrices in panels is a single call.
     """
     key = (*weight.shape, weight.dtype, torch.get_num_threads())
     if key not in TIMES:
@@ -87,17 +85,8 @@ def in_order(weight: Tensor) -> tuple[Tensor | None, float]:
             if PANELS in TIMES[key] and not _panels_pay(TIMES[key]):
                 TIMES[key] = _shorter(TIMES[key], measured(weight.detach()))
     times = TIMES[key]
-    if _panels_pay(times):
-        return packers(weight)[PANELS](weight.detach()), 1
-    best = min((order for order in times if order != DENSE), key=lambda order: _mean(times[order]))
-    since = inf
-    for rows in reversed(ROWS):
-        if times[DENSE][rows] <= times[best][rows]:
-            break
-        since = rows
-    if since > 1 and weight.numel() * weight.element_size() > SMALL:
-        since = 1 if _mean(times[best]) < _mean(times[DENSE]) else inf
-    return (None, inf) if since == inf else (packers(weight)[best](weight.detach()), since)
+    best = PANELS if _panels_pay(times) else min(times, key=lambda order: _mean(times[order]))
+    return None if best == DENSE else packers(weight)[best](weight.detach())
 
 
 def _mean(seconds: dict[int, float]) -> float:
