@@ -108,6 +108,7 @@ class TargetEnds:
     whole: Any = None  # the transformers model, or a function that returns it; None where neither is at hand
     scaled: bool = False  # head_VD already contains the target's logit scale (granite, cohere)
     times: Callable[[Tensor, Tensor], Tensor] = product  # multiplies states by the head
+    config: Any = None  # the target's transformers config, for drafters that build a layer of its kind; None where it is not at hand
 
     @property
     def model(self) -> Any:

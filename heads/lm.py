@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from headstart.heads.driven import alone, by_rule, can_follow
 from headstart.heads.errors import UserError
@@ -90,14 +91,19 @@ class Backbone:
         return found is not None and small._same(found)
 
     def _sample(self) -> tuple[Tensor, torch.device]:
-        device = self.module.get_input_embeddings().weight.device
-        return torch.randint(self.config.vocab_size, (1, 9), generator=torch.Generator().manual_seed(0)).to(device), device
+        """Any nine rows as ``read`` takes them, and their device."""
+        like, dice = next(self.module.parameters()), torch.Generator().manual_seed(0)
+        table = self.module.get_input_embeddings()
+        if isinstance(table, nn.Identity):
+            return torch.randn(1, 9, self.config.hidden_size, generator=dice).to(like), like.device
+        return torch.randint(self.config.vocab_size, (1, 9), generator=dice).to(table.weight.device), table.weight.device
 
     @property
     def follows(self) -> bool:
         """Whether its attention can follow a rule that is passed beside the call, without a mask. Tried once, on the module itself."""
         if self._follows is None:
-            self._follows = can_follow(self.module, self.config) and self._obeys()
+            unknown = isinstance(next(self.module.parameters()).data, FakeTensor)  # a plan: there are no numbers to compare
+            self._follows = can_follow(self.module, self.config) and (unknown or self._obeys())
         return self._follows
 
     @torch.no_grad()
@@ -126,11 +132,13 @@ class Backbone:
         self, tokens_BN: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees, taps: Collection[int] = ()
     ) -> tuple[dict[int, Tensor], Tensor]:
         """Read rows [B, N] that follow those in ``memory``, and append their keys and values to it. Returns (tap k -> the state after k
-        layers, the final state), [B, N, D] each. The tap of the last layer is the final state.
+        layers, the final state), [B, N, D] each. The tap of the last layer is the final state. ``tokens_BN``: tokens, or [B, N, D], what a
+        decoder without an embedding reads instead.
         """
         if self.lean is not None:
             return self.lean.read(tokens_BN, positions_BN, memory, sees, taps)
-        inputs: dict[str, Any] = {"input_ids": tokens_BN, "position_ids": positions_BN}
+        given = "input_ids" if tokens_BN.ndim == 2 else "inputs_embeds"
+        inputs: dict[str, Any] = {given: tokens_BN, "position_ids": positions_BN}
         if self.table is not None:  # guesses beyond the end of the context, and padding rows, have no learned position
             inputs["position_ids"] = positions_BN.clamp(0, self.table - 1)
         if isinstance(sees, CausalSees) and sees.rows == sees.memory and memory.rows() == 0 and not self.mixers:
@@ -180,7 +188,7 @@ class Backbone:
 
     def run(self, taps: Collection[int], **inputs: Any) -> tuple[dict[int, Tensor], Tensor]:
         """Call the module itself. Returns (tap -> state, final state), [B, N, D] each."""
-        device, count, states = inputs["input_ids"].device, self.config.num_hidden_layers, dict[int, Tensor]()
+        device, count, states = inputs["position_ids"].device, self.config.num_hidden_layers, dict[int, Tensor]()
 
         def keep(k: int) -> Any:
             def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -229,16 +237,22 @@ def first_layers(model: Any, layers: int) -> tuple[nn.Module, nn.Module]:
     """
     decoder = model.get_decoder()
     body, stack, modules = stack_of(decoder, model.config.get_text_config().num_hidden_layers)
-    norms = [key for key, c in body.named_children() if "norm" in type(c).__name__.lower()]
+    name, norm = norm_of(body)
+    part = copy.copy(body)  # shares everything with the original except the table of its modules
+    part._modules = {**body._modules, stack: modules[:layers], name: nn.Identity()}
+    part.__dict__.pop("forward", None)  # accelerate's wrapper, which would run the whole model
+    return part, norm
+
+
+def norm_of(body: nn.Module) -> tuple[str, nn.Module]:
+    """The norm after a decoder's last layer, with its name. Raises UserError where there is not exactly one norm beside the layers."""
+    norms = [(key, c) for key, c in body.named_children() if "norm" in type(c).__name__.lower()]
     if len(norms) != 1:
         raise UserError(
-            f"{type(decoder).__name__} has {len(norms)} norms outside its layers, but a drafter of its own layers needs exactly one, after "
+            f"{type(body).__name__} has {len(norms)} norms outside its layers, but a drafter of its own layers needs exactly one, after "
             "the last layer: train another drafter"
         )
-    part = copy.copy(body)  # shares everything with the original except the table of its modules
-    part._modules = {**body._modules, stack: modules[:layers], norms[0]: nn.Identity()}
-    part.__dict__.pop("forward", None)  # accelerate's wrapper, which would run the whole model
-    return part, body.get_submodule(norms[0])
+    return norms[0]
 
 
 @torch.no_grad()

@@ -49,6 +49,24 @@ def own_modules(model: Any, wanted: Mapping[str, Tensor], count: int) -> list[di
     return [_take(source, files, wanted, name, less) for source in sources[:count]]
 
 
+def own_module(config: Any) -> tuple[str, dict[str, Tensor]]:
+    """The target's name, and the tensors of its first module as its files hold them, under the names of the second layout.
+
+    ``config``: the target's. Raises UserError where the target has no such weights, and where they cannot be read.
+    """
+    name, files = config._name_or_path, _files(config)
+    sources = _sources(files, config.get_text_config().num_hidden_layers)
+    if not sources:
+        raise UserError(f"head.from_target=true, but {name} has no MTP weights in a layout known here: {INSTEAD}")
+    tensors = {}
+    for ours, theirs in sources[0].items():
+        part, _, rest = ours.partition(".")
+        if theirs in files:
+            tensors["mtp." + (f"layers.0.{rest}" if part == "layer" else f"{INSIDE[part]}.{rest}")] = _tensor(files[theirs], theirs)
+    known = {theirs for source in sources for theirs in source.values()}  # below: an embedding or a head of the modules' own
+    return name, tensors | {n: _tensor(files[n], n) for n in files if n.startswith("mtp.") and n not in known}
+
+
 def _sources(files: Mapping[str, Path], layers: int) -> list[dict[str, str]]:
     """For each module that the files hold: our tensor name -> the file's tensor name."""
 
@@ -78,19 +96,24 @@ def _take(source: Mapping[str, str], files: Mapping[str, Path], wanted: Mapping[
         kinds = [words for part, words in UNLIKE.items() if any(part in theirs for theirs in unknown)]
         has = f"has {unknown[0]}" if unknown else f"lacks {missing[0]}"
         raise UserError(f"the MTP layer of {name} {has}{': ' if kinds else ''}{' and '.join(kinds)}. Only a layer of plain attention and a "
-                        f"dense MLP can be taken over: {INSTEAD}")  # fmt: skip
+                        f"dense MLP can be taken over. Take head=own_mtp, which has the target's own kind of layer; {INSTEAD}")  # fmt: skip
     weights = {}
     for ours, theirs in source.items():
-        try:
-            with safe_open(files[theirs], framework="pt") as file:
-                tensor = file.get_tensor(theirs).float()
-        except (SafetensorError, OSError) as e:
-            raise UserError(f"{files[theirs]} is damaged or truncated ({e}): download it again") from None
+        tensor = _tensor(files[theirs], theirs).float()
         if tensor.shape != wanted[ours].shape:
             raise UserError(f"{theirs} of {name} is {list(tensor.shape)}, ours {list(wanted[ours].shape)}: set head.heads, head.kv_heads "
                             f"and head.intermediate_size as its MTP layer has them, or {INSTEAD}")  # fmt: skip
         weights[ours] = tensor + less if tensor.ndim == 1 else tensor
     return weights
+
+
+def _tensor(path: Path, name: str) -> Tensor:
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
+    except (SafetensorError, OSError) as e:
+        raise UserError(f"{path} is damaged or truncated ({e}): download it again") from None
 
 
 def _files(config: Any) -> dict[str, Path]:

@@ -52,6 +52,8 @@ def arguments(name: str) -> dict[str, Any]:
     settings: Any = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"), resolve=True)  # null: the target sets it
     settings.pop("defaults", None)  # choices of other groups, not of the drafter
     assert settings.pop("name") == name
+    if settings.get("from_target"):  # tiny targets have no weights of their own for it
+        settings["from_target"] = False
     for key, value in settings.items():
         if isinstance(value, dict):
             value |= {key: tiny for key, tiny in TINY.items() if key in value}

@@ -18,6 +18,7 @@ from headstart.heads.unroll import unroll
 from headstart.inference.settings import open_decode
 from headstart.trainers.divergences import names
 from headstart.trainers.learner import Learner
+from headstart.trainers.shapes import one_expert
 from headstart.trainers.terms import BESIDE
 from tests.drafters import HEADS
 
@@ -92,7 +93,7 @@ def test_every_drafter_fits_every_target(name: str) -> None:
     """Built with the settings of its YAML and those that the target gives, attached and started, without memory for any weight."""
     target, model = target_yaml(name), model_of(name)
     shape, given = TargetShape.of(model.config), target.get("drafter") or {}
-    ends = TargetEnds(model.get_input_embeddings(), model.get_output_embeddings().weight, None, model)
+    ends = TargetEnds(model.get_input_embeddings(), model.get_output_embeddings().weight, None, model, config=model.config)
     for head in HEADS:
         settings = settings_of(head, target)
         assert settings.get("kv_heads", given.get("kv_heads")) == given.get("kv_heads"), f"{head} does not ask the target for kv_heads"
@@ -100,7 +101,7 @@ def test_every_drafter_fits_every_target(name: str) -> None:
         words = settings.get("draft_vocab") or shape.vocab_size
         assert words == given.get("draft_vocab") or words == shape.vocab_size, f"{head} does not ask the target for draft_vocab"
         settings |= {"draft_vocab": list(range(words))} if words < shape.vocab_size else {}
-        with torch.device("meta"):
+        with torch.device("meta"), one_expert():
             drafter = hub.build(head, shape, **settings)
             try:
                 drafter.attach(ends)

@@ -35,7 +35,7 @@ from headstart.trainers.optimizer import open_optimizers, parameters
 from headstart.trainers.parallel import BUCKET, DDP
 from headstart.trainers.plan_joint import Adapted, adapted
 from headstart.trainers.prepare import needs_layers, runs_target
-from headstart.trainers.shapes import Kept, as_on_a_gpu, width_of, without_numbers, without_weights
+from headstart.trainers.shapes import Kept, as_on_a_gpu, one_expert, width_of, without_numbers, without_weights
 from headstart.trainers.terms import in_kernel
 
 Settings = dict[str, Any]
@@ -91,7 +91,7 @@ def plan(settings: Settings) -> Plan:
     processes = 1 if target["device"] == "map" else gpus
     arms = settings["arms"] or {"": {k: settings[k] for k in ("head", "loss", "trainer")}}
     half, device = trainer["precision"] != "fp32", torch.device("cpu" if target["device"] == "cpu" else "cuda")
-    with FakeTensorMode(), nullcontext() if device.type == "cpu" else as_on_a_gpu():
+    with FakeTensorMode(), one_expert(), nullcontext() if device.type == "cpu" else as_on_a_gpu():
         without_numbers(model)
         counted = {name: _count(arm, model, shape, trainer, half, device, dtype) for name, arm in arms.items()}
     counts = list(counted.values())
@@ -251,7 +251,7 @@ def _drafter(head: Settings, model: Any, shape: TargetShape) -> tuple[Drafter, l
         return model
 
     without_numbers(drafter.train())
-    drafter.attach(TargetEnds(model.get_input_embeddings(), model.get_output_embeddings().weight, whole=whole))
+    drafter.attach(TargetEnds(model.get_input_embeddings(), model.get_output_embeddings().weight, whole=whole, config=model.config))
     return drafter, layers_asked
 
 

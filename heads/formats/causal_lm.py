@@ -46,26 +46,36 @@ def extras(drafter: Any) -> dict[str, Tensor]:
 
 
 def in_file(drafter: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors as published folders hold them and engines expect them. transformers 5 holds all experts of a layer in one tensor."""
-    from transformers.core_model_loading import revert_weight_conversion
-
+    """The tensors as published folders hold them and engines expect them."""
     if drafter.lm is None:  # a copy of the target's first layers that is not made yet
         return dict(tensors)
+    return parted(type(drafter.lm), drafter.lm.config, tensors)
+
+
+def parted(kind: Any, config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a model of the class ``kind`` as published folders hold them. transformers 5 holds all experts of a layer in one."""
+    from transformers.core_model_loading import revert_weight_conversion
+
     with torch.device("meta"):
-        model = type(drafter.lm)(drafter.lm.config)  # a fresh model: the draft model may depend on the folder that it came from
+        model = kind(config)  # a fresh model: the draft model may depend on the folder that it came from
     return dict(revert_weight_conversion(model, dict(tensors)))
 
 
 def in_memory(drafter: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The tensors as the model in memory holds them: transformers joins what ``in_file`` has split."""
+    """The tensors as the model in memory holds them."""
     together = set(names(drafter).values())
     if tensors.keys() == together:  # already joined, or a folder that an earlier version saved
         return tensors
-    kind = functools.reduce(torch.promote_types, {tensor.dtype for tensor in tensors.values()})
+    return united(type(drafter.lm), drafter.lm.config, tensors, together)
+
+
+def united(kind: Any, config: Any, tensors: Mapping[str, Tensor], together: set[str]) -> dict[str, Tensor]:
+    """The opposite of ``parted``. ``together``: the names that the model in memory has for these tensors."""
+    dtype = functools.reduce(torch.promote_types, {tensor.dtype for tensor in tensors.values()})
     with quiet():
-        model = type(drafter.lm).from_pretrained(None, config=drafter.lm.config, state_dict=dict(tensors), dtype=kind)
+        model = kind.from_pretrained(None, config=config, state_dict=dict(tensors), dtype=dtype)
     own = model.state_dict()
-    return {name: own[name].to(kind) for name in together}
+    return {name: own[name].to(dtype) for name in together}
 
 
 @contextmanager

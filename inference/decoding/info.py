@@ -116,13 +116,14 @@ def shape_of(config: Any, name: str) -> TargetShape:
 
 
 def ends_of(config: Any, embed: nn.Module, head_VD: Tensor, whole: Any) -> TargetEnds:
-    """The embedding and output head that drafters share. ``config``: of the text model. ``head_VD``: on the embedding's device.
-    ``whole``: as in ``TargetEnds``.
+    """The embedding and output head that drafters share. ``config``: of the model. ``head_VD``: on the embedding's device. ``whole``: as
+    in ``TargetEnds``.
     """
+    text = config.get_text_config()
     if hasattr(embed, "embed_scale"):  # gemma scales embeddings; engines share the unscaled table (exceptions: heads/engines.py)
         embed = nn.Embedding.from_pretrained(embed.weight)
-    softcap, scaled = getattr(config, "final_logit_softcapping", None), logit_scale(config) != 1
-    return TargetEnds(embed, scaled_head(config, head_VD), softcap, whole, scaled)
+    softcap, scaled = getattr(text, "final_logit_softcapping", None), logit_scale(text) != 1
+    return TargetEnds(embed, scaled_head(text, head_VD), softcap, whole, scaled, config=config)
 
 
 def scaled_head(config: Any, head_VD: Tensor) -> Tensor:

@@ -54,9 +54,7 @@ class StoredTarget(TargetInfo):
             self.files = _Files(folder, config, dtype, attention)
             config, self.dtype = self.files.model.config, self.files.model.dtype
             self.shape = shape_of(config, self.name)
-            self.ends = ends_of(
-                config.get_text_config(), *self.files.ends(self.device), lambda: self.opened(", of which a drafter is made").model
-            )
+            self.ends = ends_of(config, *self.files.ends(self.device), lambda: self.opened(", of which a drafter is made").model)
             _ = self.fingerprint
         except (UserError, NotStored):
             raise

@@ -86,7 +86,7 @@ class Target(TargetInfo):
             raise UserError(f"{name}: {away[0]} and {len(away) - 1} other tensors do not fit on the GPUs (accelerate would copy them "
                             "there again at every pass): free some memory, take more GPUs, or a quantised model")  # fmt: skip
         head = model.get_output_embeddings()
-        self.ends = ends_of(self.config, model.get_input_embeddings(), self._matrix(head), model)
+        self.ends = ends_of(model.config, model.get_input_embeddings(), self._matrix(head), model)
         check_kinds(self.config, name)
         if getattr(head, "bias", None) is not None:
             raise UserError(f"{name}: an output head with a bias is not supported")
@@ -118,7 +118,7 @@ class Target(TargetInfo):
         from accelerate.hooks import remove_hook_from_module
 
         embed = remove_hook_from_module(copy.deepcopy(self.ends.embed)).to(device=device, dtype=dtype)
-        return TargetEnds(embed, self.ends.head_VD.to(device=device, dtype=dtype), self.ends.softcap, scaled=self.ends.scaled)
+        return TargetEnds(embed, self.ends.head_VD.to(device, dtype), self.ends.softcap, scaled=self.ends.scaled, config=self.ends.config)
 
     @property
     def rope_switch(self) -> int | None:
@@ -224,11 +224,11 @@ class Target(TargetInfo):
         """
         if self.sharded and not self.apart:
             _ = self.fingerprint  # computed now: it gathers the shards of all processes
-            self.apart, ends = True, self.ends
+            self.apart, ends = True, copy.copy(self.ends)
             let_go(self.model)
-            table: Any = ends.embed.weight
-            embed = nn.Embedding.from_pretrained(_whole(table)) if hasattr(table, "full_tensor") else ends.embed
-            self.ends = TargetEnds(embed, ends.head_VD, ends.softcap, None, ends.scaled)  # no model: nobody may run its layers alone
+            if hasattr(ends.embed.weight, "full_tensor"):
+                ends.embed = nn.Embedding.from_pretrained(_whole(ends.embed.weight))
+            self.ends, ends.whole = ends, None  # no model: nobody may run its layers alone
             if self.tensor > 1:
                 self.group = torch.distributed.new_subgroups(self.tensor)[0]
         return self

@@ -144,11 +144,11 @@ def place(layout: str, part: str, i: int) -> str:
     return "mtp." + (f"layers.{i}.{part.removeprefix('layer.')}" if part.startswith("layer.") else inside.get(part, part))
 
 
-def folder_with(tmp_path: Path, tensors: dict[str, Tensor], architecture: str = "llama") -> Target:
+def folder_with(tmp_path: Path, tensors: dict[str, Tensor], architecture: str = "llama", **changes: Any) -> Target:
     """A tiny target, read from a folder whose second file holds ``tensors``."""
     from transformers import AutoModelForCausalLM
 
-    tiny_target(architecture).model.save_pretrained(tmp_path)
+    tiny_target(architecture, **changes).model.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "model-1.safetensors")
     save_file(tensors, tmp_path / "model-2.safetensors", metadata={"format": "pt"})
     with_file = {name: f"model-{i}.safetensors" for i, names in ((1, first_names(tmp_path)), (2, tensors)) for name in names}

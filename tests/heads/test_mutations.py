@@ -27,6 +27,7 @@ SMALL: dict[str, dict[str, Any]] = {  # one of every format of engines, and two 
     "dspark": SERVED["dspark"] | dict(layers=2, window=8, window_layers=[0]),
     "jetspec": dict(layers=2, block=4, window=8, window_layers=[1], draft_vocab=[1, 5, 6, 50, 95], mask_token=95),
     "draft_lm": {},
+    "own_mtp": {},
     "pard": dict(depth=3, mask_token=95),
     "dflash": dict(layers=1, block=4),
     "hydra": dict(guesses=2, draft_vocab=[1, 5, 6, 50, 95]),

@@ -81,6 +81,7 @@ FOUND: list[tuple[str, dict[str, Any], tuple[Any, ...] | None, dict[str, Any], s
     ("mtp", VOCAB, None, {}, set()),
     ("mtp", dict(heads=4), None, {}, set()),
     *((head, {}, None, {}, set()) for head in ("hydra", "redrafter", "exit_head")),
+    ("own_mtp", {}, None, {}, set()),  # for a Llama; for other targets: test_own_mtp.py
 ]
 BLOCKS = ("dflash", "jetspec", "dflash2", "domino")
 DIR = "runs/it's here/speculator"  # a path that has to be quoted
@@ -401,11 +402,10 @@ def test_paths_stand_as_one_types_them(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_the_documentation_says_what_the_table_says(target: Target) -> None:
     """Each drafter as conf/head has it, with a token for the mask where it has one: what vLLM, SGLang and llama.cpp are started with. (An
-    EAGLE-3 for llama.cpp has fewer norms.)
+    EAGLE-3 for llama.cpp has fewer norms, an MTP module of the target's own kind a target of such a kind.)
     """
-    wanted = [c.text for head in HEADS for c in documented(head, target)] + [
-        c.text for c in documented("eagle", target, taps=[1, 3, 4], **OLD)
-    ]
+    wanted = [c.text for head in HEADS for c in documented(head, target)]
+    wanted += [c.text for c in documented("eagle", target, taps=[1, 3, 4], **OLD) + documented("own_mtp", tiny_target("qwen3_5_text"))]
     pages = [(ROOT / page).read_text() for page in ("docs/engines.md", "README.md")]
     assert [text for text in wanted if text not in pages[0]] == []
     said = [line for page in pages for line in page.splitlines() if line.startswith(("vllm serve ", "python -m sglang", "python convert"))]

@@ -31,7 +31,7 @@ from headstart.trainers.operations import Operations
 from headstart.trainers.plan import plan
 from headstart.trainers.plan_joint import adapted
 from headstart.trainers.plan_text import capturing, lines, nearest, show_plan
-from headstart.trainers.shapes import as_on_a_gpu, width_of, without_numbers, without_weights
+from headstart.trainers.shapes import as_on_a_gpu, one_expert, width_of, without_numbers, without_weights
 from tests.composed import composed
 from tests.doors import ROOT, call
 from tests.drafters import HEADS
@@ -53,16 +53,19 @@ def small(head: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("head", HEADS)
-def test_what_is_counted_without_numbers_is_what_there_is(head: str) -> None:
+EXPERTS = CONFIG | dict(model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
+
+
+@pytest.mark.parametrize(("head", "hf"), [*((head, CONFIG) for head in HEADS), pytest.param("own_mtp", EXPERTS, id="own_mtp-experts")])
+def test_what_is_counted_without_numbers_is_what_there_is(head: str, hf: dict[str, Any]) -> None:
     """Parameters, and what autograd keeps of an unroll, of every drafter, with real weights."""
     asked = small(head)
     if head == "draft_lm" or "lora" in asked["head"]:
         pytest.skip("its size is that of the model in its folder")
-    target = Target(AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG)))
+    target = Target(AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf)))
     drafter = hub.build(head, TargetShape.of(target.config), **{k: v for k, v in asked["head"].items() if k != "name"}).train()
     drafter.attach(target.ends)
-    tokens = torch.randint(CONFIG["vocab_size"], (2, 32))
+    tokens = torch.randint(hf["vocab_size"], (2, 32))
     roots = Roots(tokens, tokens, {tap: torch.randn(2, 32, 64) for tap in drafter.taps}, torch.arange(32).expand(2, -1))
     whole = {
         x.untyped_storage().data_ptr()
@@ -81,8 +84,8 @@ def test_what_is_counted_without_numbers_is_what_there_is(head: str) -> None:
         drafts = unroll(drafter, roots, None, depth, ask_BA=ask)
     for draft in drafts:
         keep(draft.hidden_BNH)
-    built = without_weights(AutoConfig.for_model(**CONFIG))
-    with FakeTensorMode():
+    built = without_weights(AutoConfig.for_model(**hf))
+    with FakeTensorMode(), one_expert():
         without_numbers(built)
         count = module._count(
             {k: asked[k] for k in ("head", "loss", "trainer")}, built, drafter.shape, asked["trainer"], False, CPU, torch.float32
