@@ -46,8 +46,8 @@ def moved(device: torch.device, head: str, how: Mapping[str, Any]) -> tuple[Targ
     made = make(head, here, **how)
     there = Target(copy.deepcopy(here.model).to(device), name="llama")
     drafter = fresh(head, there.shape, **how)
+    drafter.attach(there.ends)  # which builds the module of own_mtp
     drafter.load_state_dict(made.state_dict())
-    drafter.attach(there.ends)
     return there, drafter.to(device).eval()
 
 
