@@ -52,8 +52,7 @@ class StoredTarget(TargetInfo):
             self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         try:
             self.files = _Files(folder, config, dtype, attention)
-            config, self.dtype = self.files.model.config, self.files.model.dtype
-            self.shape = shape_of(config, self.name)
+            self.shape, self.dtype = shape_of(self.files.model.config, self.name), self.files.model.dtype
             self.ends = ends_of(config, *self.files.ends(self.device), lambda: self.opened(", of which a drafter is made").model)
             _ = self.fingerprint
         except (UserError, NotStored):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headstart.heads import hub
@@ -20,13 +21,16 @@ from headstart.heads.serving import serving
 from headstart.heads.unroll import unroll
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.decoder import generate_batch
+from headstart.inference.decoding.info import TargetInfo
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.stored import StoredTarget
 from headstart.inference.decoding.target import Target
+from tests.doors import ROOT
 from tests.drafters import learn_by_heart, make, random_tokens, roots_of
 from tests.heads.test_mtp import folder_with
 from tests.heads.test_recurrent import MORE
-from tests.tiny_targets import OTHERS, tiny_target
+from tests.tiny_targets import COMMON, OTHERS, tiny_target
 
 # kind of target -> (vLLM's class, the key that counts the modules)
 QWEN = {
@@ -73,7 +77,7 @@ def by_expert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return made
 
 
-def opened(target: Target, **arguments: Any) -> Drafter:
+def opened(target: TargetInfo, **arguments: Any) -> Drafter:
     drafter = hub.build("own_mtp", target.shape, **arguments)
     drafter.attach(target.ends)
     drafter.start_from(target.ends)
@@ -140,6 +144,24 @@ def test_a_layer_behind_the_others_is_taken_over_too(tmp_path: Path) -> None:
         ours = "decoder.norm.weight" if "shared_head" in part else part if part.split(".")[0] in ENDS else f"decoder.layers.0.{part}"
         assert torch.equal(own[ours], x), name
     assert serving(drafter, "T", "DIR", 3).unserved == "none takes the MTP module of a deepseek_v3 target from a folder of its own"
+
+
+def test_the_files_of_a_multimodal_folder_are_found_without_loading_it(tmp_path: Path) -> None:
+    """As they are published: the text model's config within another. Neither way of opening it needs the target's layers for the module."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    vision = dict(hidden_size=16, intermediate_size=24, depth=1, num_heads=2, out_hidden_size=32, num_position_embeddings=16)
+    text = COMMON | OTHERS["qwen3_5_text"] | dict(model_type="qwen3_5_text", mtp_num_hidden_layers=1)
+    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision))
+    model.save_pretrained(tmp_path)
+    save_file(load_file(tmp_path / "model.safetensors") | stored("qwen3_5_text"), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for file in (ROOT / "assets" / "tiny").glob("tokenizer*"):
+        shutil.copy(file, tmp_path)
+    target = StoredTarget(str(tmp_path), device="cpu")
+    drafter, other = opened(target), opened(Target.load(str(tmp_path), device="cpu"))
+    assert not target._opened and drafter.unserved == "" and drafter.config == other.config
+    assert torch.equal(drafter.state_dict()["eh_proj.weight"], stored("qwen3_5_text")["mtp.fc.weight"])
+    assert all(torch.equal(x, other.state_dict()[name]) for name, x in drafter.state_dict().items())
 
 
 @pytest.mark.parametrize("architecture", QWEN)
