@@ -119,7 +119,7 @@ def target_of(where: dict[str, Any]) -> tuple[TargetShape, Model]:
     """Shape and costs of the target, from its config. Raises UserError if that cannot be read."""
     _, hf = config_of(where)
     shape, model = TargetShape.of(hf), without_weights(hf)
-    whole = parameters_of(model)
+    whole = parameters_of(model, hf)
     routed = whole["active"] + whole["idle"]
     table = 0 if getattr(hf.get_text_config(), "tie_word_embeddings", False) else shape.vocab_size * shape.hidden_size
     dense = float(whole["dense"] - table)  # without the embedding, of which a pass reads one row per token
@@ -153,12 +153,16 @@ def drafter_of(head: str, shape: TargetShape, **settings: Any) -> tuple[Drafter,
     except UserError as e:
         what = "with the settings of the reported one it does not fit this target" if settings else "it is no drafter without settings"
         raise UserError(f"what {head} costs cannot be told: {what} ({e})") from e
-    own = sum(p.numel() for p in drafter.parameters())
+    if not list(drafter.parameters()):
+        raise UserError(f"what {head} costs cannot be told: it is made of a target; give the report of a run, in the folder of that run")
+    inner = (m for m in drafter.modules() if hasattr(getattr(m, "config", None), "get_text_config"))  # a model of transformers
+    whole = parameters_of(drafter, getattr(next(inner, None), "config", None))
+    dense, routed = whole["dense"], whole["active"] + whole["idle"]
     if not any("lm_head" in name for name, _ in drafter.named_parameters()):
-        own += shape.vocab_size * shape.hidden_size
+        dense += shape.vocab_size * shape.hidden_size
     layers = sum(1 for module in drafter.modules() if hasattr(module, "k_proj"))
     cache = 2 * layers * shape.kv_heads * shape.head_dim * BF16
-    return drafter, Model(own * BF16, 0.0, 0.0, own, cache)
+    return drafter, Model(dense * BF16, routed * BF16, whole["active"] / routed if routed else 0.0, dense + whole["active"], cache)
 
 
 def acceptances(report: str | None, published: dict[str, Any], task: str) -> tuple[dict[str, list[float]], str]:

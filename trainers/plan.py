@@ -83,7 +83,7 @@ def plan(settings: Settings) -> Plan:
     trainer, target, gpu = settings["trainer"], settings["target"], gpu_of(settings["gpu"])
     _, hf = config_of(target)
     model = without_weights(hf)
-    shape, weights = TargetShape.of(hf), parameters_of(model)
+    shape, weights = TargetShape.of(hf), parameters_of(model, hf)
     if trainer["epochs"] is not None:
         raise UserError("trainer.epochs: a plan does not read the data, so it does not know how many steps that is: give trainer.steps")
     dtype = DTYPES.get(shape.dtype if target["dtype"] == "auto" else target["dtype"], torch.bfloat16)
@@ -179,11 +179,11 @@ def _spread(parallel: Settings, world: int, counted: list[Count], added: bool) -
     return {"drafter": weights, "gradients": gradients + learnt, "moments": moments * (share if name == "zero1" else 1)}
 
 
-def parameters_of(model: Any) -> dict[str, int]:
-    """Numbers of the target's parameters: outside the experts (``dense``), in the experts that a token uses (``active``), in the others
-    (``idle``).
+def parameters_of(model: torch.nn.Module, hf: Any) -> dict[str, int]:
+    """Numbers of a model's parameters: outside the experts (``dense``), in the experts that a token uses (``active``), in the others
+    (``idle``). ``hf``: the transformers config of its layers; None where it has no experts.
     """
-    text = model.config.get_text_config()
+    text = None if hf is None else hf.get_text_config()
     experts = next((n for k in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(text, k, None))), 0)
     share = (getattr(text, "num_experts_per_tok", None) or experts) / experts if experts else 1.0
     sizes = {name: p.numel() for name, p in model.named_parameters()}

@@ -235,6 +235,19 @@ def test_what_a_drafter_reads(head: str, layers: int, own: bool) -> None:
     assert model.held(100) == 100 * layers * 2 * 8 * 128 * 2
 
 
+def test_a_drafter_with_experts_reads_those_that_it_uses() -> None:
+    shape, _ = advise.target_of(CONF["target"])
+    more = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, num_hidden_layers=1, head_dim=128, hidden_size=4096)
+    config = dict(model_type="qwen3_moe", vocab_size=128256, num_attention_heads=32, num_key_value_heads=8, **more)
+    drafter, model = advise.drafter_of("own_mtp", shape, config=config)
+    experts, router = 8 * 3 * 4096 * 16, 8 * 4096
+    others = 2 * 4096 * 4096 + 4096 * (2 * 32 + 2 * 8) * 128 + router + 2 * 128 + 5 * 4096  # fc, attention, router, norms
+    assert model.experts == 2 * experts and model.chosen == 0.25 and model.dense == 2 * (others + 128256 * 4096)
+    assert model.active == others + 128256 * 4096 + experts // 4
+    with pytest.raises(UserError, match="what own_mtp costs cannot be told: it is made of a target; give the report of a run"):
+        advise.drafter_of("own_mtp", shape)
+
+
 def test_a_drafter_runs_on_one_gpu_however_many_the_target_has() -> None:
     """Of twice as many GPUs a plain pass takes half the time, so that drafting costs twice as many of them."""
     shape, target = advise.target_of(CONF["target"])

@@ -179,7 +179,8 @@ def test_on_a_gpu_the_gate_keeps_its_two_inputs() -> None:
 def test_published_sizes() -> None:
     """Of the names: Qwen3-30B-A3B has 30.5 billion weights of which a token meets 3.3, Mixtral 8x7B 46.7 and 12.9."""
     for name, billions, active in (("qwen3_30b_a3b", 30.5, 3.3), ("mixtral_8x7b", 46.7, 12.9), ("llama70b", 70.6, 70.6)):
-        sizes = module.parameters_of(without_weights(module.config_of(settings(f"target={name}")["target"])[1]))
+        hf = module.config_of(settings(f"target={name}")["target"])[1]
+        sizes = module.parameters_of(without_weights(hf), hf)
         assert sum(sizes.values()) / 1e9 == pytest.approx(billions, rel=0.01), name
         assert (sizes["dense"] + sizes["active"]) / 1e9 == pytest.approx(active, rel=0.03), name
 
