@@ -5,8 +5,8 @@
     PYTHONPATH=DIR python benchmarks/in_sglang.py
 
 SGLang is not a dependency: DIR is an empty folder, and the Python is that of ``make install``. (0.5.23 asks for transformers 5.19; if
-another version is installed, add it to the command.) Its packages for CUDA, images and audio are imported but never called, so empty
-modules replace them.
+another version is installed, add it to the command.) Its packages for CUDA, images, audio and its server are imported but never
+called, so empty modules replace them.
 
 Each drafter of KINDS gets random weights and is saved, in fp32, for a small target. SGLang then reads both folders (sglang_side.py). Its
 ``ModelConfig`` reads config.json. The class named there is built and loads the tensors by its own ``load_weights``. The functions of
@@ -68,6 +68,8 @@ KINDS: dict[str, tuple[str, dict[str, Any], str]] = {  # name -> head, its setti
     "jetspec": ("jetspec", BLOCK, "tiny"),
     "dflash2": ("dflash2", BLOCK | {"rank": 32}, "tiny"),
     "dspark": ("dspark", BLOCK | {"rank": 32}, "tiny"),
+    "dspark, gated": ("dspark", BLOCK | {"rank": 32, "markov": "gated"}, "tiny"),
+    "dspark, rnn": ("dspark", BLOCK | {"rank": 32, "markov": "rnn"}, "tiny"),
     "domino": ("domino", BLOCK | {"rank": 32, "gru": 96}, "tiny"),
     "draft_lm": ("draft_lm", {"config": DRAFT}, "tiny"),
 }

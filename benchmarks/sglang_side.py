@@ -18,7 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ABSENT = ("sgl_kernel", "flashinfer", "torchvision", "torchaudio", "torchcodec", "decord")  # imported, never called
+ABSENT = (  # imported, never called: for GPUs, images and audio, and of the server
+    *("sgl_kernel", "flashinfer", "torchvision", "torchaudio", "torchcodec", "decord"),
+    *("setproctitle", "uvicorn", "fastapi"),
+)
 MODULES = ("llama", "qwen3", "llama_eagle", "llama_eagle3", "dflash", "dspark")  # of sglang.srt.models
 Found = dict[tuple[int, int], Tensor]  # (root, depth) -> the logits of that guess
 
@@ -191,9 +194,9 @@ class Sglang:
             slots = self.read(model, attention, ids, t + 1, input_embeds=embed[ids]).hidden_states
             before = text[t + 1 : t + 1 + size]  # the true tokens before each guess, from the anchor on
             if markov is not None:
-                guesses = model.compute_base_logits(slots)[0] + markov.step_bias(before, hidden_states=None, state=None)[0]
                 sure = model.confidence_head(slots, markov.get_prev_embeddings(before))
-                rows = torch.cat([guesses, sure[:, None]], dim=1)
+                rows = torch.cat([self.biased(model, slots, before), sure[:, None]], dim=1)
+                self.check_markov(model, slots, before[:1])
             elif model.projector_type == "domino":
                 rows = self.corrected(model, target, slots, before)
                 self.check_walk(model, target, slots, before[:1])
@@ -203,6 +206,25 @@ class Sglang:
                 rows = (slots @ head.T)[1:]
             found |= {(t, d): row for d, row in enumerate(rows, start=1)}
         return found
+
+    def biased(self, model: Any, slots: Tensor, before: Tensor) -> Tensor:
+        """DSpark's logits after these tokens, [block, vocabulary]."""
+        rows, state = model.compute_base_logits(slots)[0], model.markov_head.init_state(slots[None])
+        for k in range(len(slots)):
+            bias, state = model.markov_head.step_bias(before[k : k + 1], hidden_states=slots[k : k + 1], state=state)
+            rows[k] += bias[0]
+        return rows
+
+    def check_markov(self, model: Any, slots: Tensor, anchor: Tensor) -> None:
+        """Raises RuntimeError if SGLang's greedy loop over a DSpark block takes other tokens than the argmax of ``biased``."""
+        from sglang.srt.speculative.dspark_components.dspark_draft import draft_markov_block
+
+        alone = SimpleNamespace(sync=lambda site, tokens: tokens)  # one process has nothing to agree on
+        given = {"base_logits": model.compute_base_logits(slots)[0][None], "draft_hidden": slots[None], "anchor_tokens": anchor}
+        how = {"step_temperatures": torch.zeros(1), "noise": SimpleNamespace(key=0, offset=torch.tensor([0])), "greedy_draft": True}
+        walked = draft_markov_block(markov_head=model.markov_head, tp_sync=alone, **given, **how)[0][0]
+        if not self.biased(model, slots, torch.cat([anchor, walked[:-1]])).argmax(-1).equal(walked):
+            raise RuntimeError("SGLang walks through a DSpark block in another way")
 
     def selected(self, model: Any, head: Tensor, slots: Tensor, before: Tensor) -> Tensor:
         """DFlash 2's logits after these tokens, [block - 1, vocabulary], -inf for tokens that are not candidates."""

@@ -48,7 +48,7 @@ class Serving(NamedTuple):
 
     commands: list[Command]  # our own are last
     unserved: str  # the reason; "" where some engine loads it
-    otherwise: str = ""  # with which settings of training one more engine would load it; "" where there is none
+    otherwise: str = ""  # with which settings of training more engines would load it; "" where there are none
 
 
 def serving(drafter: Drafter, target: str, folder: str, depth: int, attention: str = "sdpa", dtype: str = "auto") -> Serving:
@@ -65,7 +65,7 @@ def serving(drafter: Drafter, target: str, folder: str, depth: int, attention: s
         return Serving(ours, fmt.unserved(drafter))
     kind, rope = drafter.shape.model_type, drafter.shape.rope if hasattr(drafter, "rope") else {}
     found = [command for command in known if serves(command.engine, _asked(command), kind)]
-    if all(command.lacks for command in found):
+    if not found:
         return Serving(ours, f"none hands the layers of a {kind} target to a drafter")
     if _scaled_otherwise(rope):
         return Serving(ours, "they ignore the attention_factor of the target's yarn, and would scale queries and keys differently")
@@ -75,8 +75,20 @@ def serving(drafter: Drafter, target: str, folder: str, depth: int, attention: s
         found = [replace(c, needs=f"{c.needs}; for this rope {MSCALE[c.engine]}") if c.engine in MSCALE else c for c in found]
     if not rope.get("truncate", True):  # gpt-oss's yarn; TensorRT-LLM rounds its bounds all the same
         found = [c for c in found if c.engine != "TensorRT-LLM"]
-    otherwise = " ".join(f"{c.engine} loads such a drafter if it was trained with {c.lacks}" for c in found if c.lacks)
-    return Serving([_in_type(command, dtype) for command in found if not command.lacks] + ours, "", otherwise)
+    served, otherwise = [_in_type(command, dtype) for command in found if not command.lacks], _with_other_settings(found)
+    return Serving(served + ours, "", otherwise) if served else Serving(ours, otherwise)
+
+
+def _with_other_settings(found: list[Command]) -> str:
+    """Which engines would load the drafter if it was trained with other settings, in words; "" where there are none."""
+    by_settings: dict[str, list[str]] = {}
+    for command in found:
+        if command.lacks:
+            by_settings.setdefault(command.lacks, []).append(command.engine)
+    return "; ".join(
+        f"{' and '.join(engines)} {'loads' if len(engines) == 1 else 'load'} such a drafter if it was trained with {settings}"
+        for settings, engines in by_settings.items()
+    )
 
 
 def _in_type(command: Command, dtype: str) -> Command:

@@ -19,8 +19,10 @@ from headstart.inference.decoding.target import Target
 
 CONF = Path(__file__).resolve().parent.parent / "conf" / "head"
 HEADS = sorted(p.stem for p in CONF.glob("*.yaml"))
+VARIANTS: dict[str, dict[str, Any]] = {f"dspark,{kind}": {"markov": kind} for kind in ("gated", "rnn")}  # other computations of a drafter
+MADE = [*HEADS, *VARIANTS]
 FEW = ("dflash", "eagle", "exit_head")  # a block at once, step by step, through the target's own layers
-FEW_HEADS = [pytest.param(head, marks=() if head in FEW else pytest.mark.slow) for head in HEADS]  # where the others would add little
+FEW_HEADS = [pytest.param(head, marks=() if head in FEW else pytest.mark.slow) for head in MADE]  # where the others would add little
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
 SERVED: dict[str, dict[str, Any]] = {  # small drafters that engines can load, with a mask token that they know
     "eagle1": {},
@@ -41,17 +43,20 @@ LARGE = {"layers": 2, "block": 6, "depth": 5, "rank": 16, "mlp_hidden": 64}  # l
 def everywhere(architectures: Iterable[str], few: Collection[str] = FEW) -> list[Any]:
     """(head, architecture) for all pairs. All but those on the first architecture and those of ``few`` are marked as slow."""
     first, *others = architectures
-    rest = [pytest.param(head, other, marks=() if head in few else pytest.mark.slow) for other in others for head in HEADS]
-    return [*((head, first) for head in HEADS), *rest]
+    rest = [pytest.param(head, other, marks=() if head in few else pytest.mark.slow) for other in others for head in MADE]
+    return [*((head, first) for head in MADE), *rest]
 
 
 def arguments(name: str) -> dict[str, Any]:
-    """The settings of conf/head/NAME.yaml, shrunk to the size of the tiny targets, including the config of a whole model."""
+    """The settings of conf/head/NAME.yaml, shrunk to the size of the tiny targets, including the config of a whole model. ``name``: a head,
+    or one of VARIANTS.
+    """
     from omegaconf import OmegaConf  # imported here, because a machine with a GPU may lack it
 
-    settings: Any = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"), resolve=True)  # null: the target sets it
+    head = name.partition(",")[0]
+    settings: Any = OmegaConf.to_container(OmegaConf.load(CONF / f"{head}.yaml"), resolve=True)  # null: the target sets it
     settings.pop("defaults", None)  # choices of other groups, not of the drafter
-    assert settings.pop("name") == name
+    assert settings.pop("name") == head
     if settings.get("from_target"):  # tiny targets have no weights of their own for it
         settings["from_target"] = False
     for key, value in settings.items():
@@ -59,11 +64,11 @@ def arguments(name: str) -> dict[str, Any]:
             value |= {key: tiny for key, tiny in TINY.items() if key in value}
         elif isinstance(value, int) and key in LARGE:
             settings[key] = min(value, LARGE[key])
-    return settings
+    return settings | VARIANTS.get(name, {})
 
 
 def fresh(name: str, shape: TargetShape, **changes: Any) -> Drafter:
-    return hub.build(name, shape, **(arguments(name) | changes))
+    return hub.build(name.partition(",")[0], shape, **(arguments(name) | changes))
 
 
 def make(name: str, target: Target, noise: float = 0.1, **changes: Any) -> Drafter:

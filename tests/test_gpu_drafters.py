@@ -18,7 +18,7 @@ from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.policy import TreePolicy, caterpillar, fit_depth
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
-from tests.drafters import FEW, HEADS, fresh, make
+from tests.drafters import FEW, MADE, fresh, make
 from tests.test_gpu import CHAIN, MIXED, NEW, TREE, device, on, pair, plain, said
 
 __all__ = ["device"]  # the fixture
@@ -28,7 +28,7 @@ WINDOWS: dict[str, Mapping[str, Any]] = {
     "jetspec": {"window": 6, "window_slides": False},
     "dspark": {"window": 6, "window_causal": False, "draft_vocab": list(range(0, 96, 2))},
 }
-CASES = [pytest.param(head, {}, id=head, marks=() if head in FEW else pytest.mark.slow) for head in HEADS]
+CASES = [pytest.param(head, {}, id=head, marks=() if head in FEW else pytest.mark.slow) for head in MADE]
 CASES += [pytest.param(head, how, id=f"{head} with a window", marks=pytest.mark.slow) for head, how in WINDOWS.items()]
 
 

@@ -12,11 +12,13 @@ sliding window are causal and the others are not: engines then go by ``layer_typ
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from headstart.heads.base import TargetShape
+from headstart.heads.dspark import MARKOV
 from headstart.heads.formats import keys, llama
 from headstart.heads.formats.blocks import in_llama_cpp, releases
 from headstart.heads.formats.keys import agree, architecture, flag, need, part
@@ -32,6 +34,10 @@ LILICORR = "LiLiCorrDraftModel"
 THEIRS = {
     "markov_w1.weight": "markov_head.markov_w1.weight",
     "markov_w2": "markov_head.markov_w2.weight",
+    "gate.weight": "markov_head.gate_proj.weight",
+    "gate.bias": "markov_head.gate_proj.bias",
+    "joint.weight": "markov_head.joint_proj.weight",
+    "joint.bias": "markov_head.joint_proj.bias",
     "confidence.weight": "confidence_head.proj.weight",
     "confidence.bias": "confidence_head.proj.bias",
     "gru_input.weight": "prefix_gru.weight_ih_l0",
@@ -79,7 +85,7 @@ FIXED: dict[str, tuple[Any, ...]] = {
 }
 DSPARK_ONLY: dict[str, tuple[Any, ...]] = {
     "sample_from_anchor": (True, None),
-    "markov_head_type": ("vanilla", None),
+    "markov_head_type": (*MARKOV, None),
     "enable_confidence_head": (True, None),
     "confidence_head_with_markov": (True, None),
 }
@@ -148,7 +154,7 @@ def config(drafter: Any) -> dict[str, Any]:
         keys["draft_vocab_size"] = len(drafter.draft_ids)
     block = {"mask_token_id": drafter.mask_token, "target_layer_ids": [k - 1 for k in drafter.taps]}
     if head == "dspark":
-        markov = {"markov_rank": drafter.markov_w2.shape[1], "markov_head_type": "vanilla", "sample_from_anchor": True}
+        markov = {"markov_rank": drafter.rank, "markov_head_type": drafter.markov, "sample_from_anchor": True}
         return keys | block | markov | {"enable_confidence_head": True, "confidence_head_with_markov": True}
     if head == "domino":
         block |= {"projector_type": "domino", "shift_label": True, "pure_draft_prefix_len": 1}
@@ -203,7 +209,7 @@ def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetS
     size = (shape.vocab_size, None) if ids is None else (len(ids),)
     need({"draft_vocab_size": said.get("draft_vocab_size")}, {"draft_vocab_size": size})
     if head == "dspark":
-        found["rank"] = said["markov_rank"]
+        found |= {"rank": said["markov_rank"], "markov": said.get("markov_head_type") or MARKOV[0]}
     if head == "domino":
         found |= {"gru": said["gru_hidden_dim"], "rank": said["emb_dim"]}
     if head == "dflash2":
@@ -242,9 +248,10 @@ def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Comman
         needs = f"{for_sglang}, CUDA, bf16; it drafts {whole - 1} of the {whole} tokens"
         return [sglang(target, folder, "DFLASH", needs, domino_candidate_pool_size=0)]  # 0: of the whole vocabulary, as trained
     kind = "dspark" if head == "dspark" else "dflash"
-    found = [vllm(target, folder, kind, whole, for_vllm)]
+    lacks = "" if drafter.config.get("markov", MARKOV[0]) == MARKOV[0] else f"head.markov={MARKOV[0]}"  # SGLang alone has the others
+    found = [replace(vllm(target, folder, kind, whole, for_vllm), lacks=lacks)]
     if in_llama_cpp(drafter):
-        found.append(llama_cpp(target, folder, f"draft-{kind}", whole))
+        found.append(llama_cpp(target, folder, f"draft-{kind}", whole, lacks))
     if drafter.draft_ids is not None or head == "xpress":  # SGLang always takes the target's head, and does not know XPress
         return found
     if head == "dspark":

@@ -88,3 +88,18 @@ class Reference:
         x = self.linear(torch.cat([self.embed[tokens], x], -1), "fc") + self.w["fc.bias"]
         x = self.layer(0, x, x, positions, sees)
         return x @ self.head.T, x
+
+
+def markov_bias(kind: str, w: dict[str, Tensor], slots: Tensor, before: list[int]) -> Tensor:
+    """What DSpark's Markov head adds to the logits of the first slots, in float64, from the formulas. ``before``: the token before each."""
+    w, biases = {name: tensor.double() for name, tensor in w.items()}, list[Tensor]()
+    s = torch.zeros(w["markov_w2"].shape[1], dtype=torch.float64)
+    for h, token in zip(slots.double(), before, strict=False):
+        m = e = w["markov_w1.weight"][token]
+        if kind == "gated":
+            m = e / (1 + (-w["gate.weight"] @ torch.cat([h, e]) - w["gate.bias"]).exp())
+        if kind == "rnn":
+            g, c, o = (w["joint.weight"] @ torch.cat([s, e, h]) + w["joint.bias"]).view(3, -1)
+            m, s = o.tanh(), s / (1 + (-g).exp()) + c.tanh() / (1 + g.exp())
+        biases.append(w["markov_w2"] @ m)
+    return torch.stack(biases)

@@ -24,7 +24,7 @@ from headstart.heads.memory import Memory
 from headstart.heads.unroll import unroll
 from headstart.heads.visibility import CausalSees
 from tests.drafters import fresh, make, random_tokens, roots_of
-from tests.heads.reference import Reference
+from tests.heads.reference import Reference, markov_bias
 from tests.heads.test_lattice import Lattice
 from tests.tiny_targets import tiny_target
 
@@ -107,6 +107,11 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 TRIMMABLE, IDS = ("dflash", "jetspec", "dspark"), [0, 2, 3, 5, 8, 13, 21, 34, 55, 89]
 CASES += [*((name, dict(draft_vocab=IDS)) for name in TRIMMABLE), ("dspark", dict(draft_vocab=IDS, window=6))]
+CASES += [("dspark", dict(markov="gated")), ("dspark", dict(markov="rnn")), ("dspark", dict(markov="rnn", draft_vocab=IDS))]
+MARKOV = {
+    "vanilla": set[str](),
+    **{k: {f"markov_head.{x}_proj.{y}" for y in ("weight", "bias")} for k, x in (("gated", "gate"), ("rnn", "joint"))},
+}
 
 
 class Engine(Reference):
@@ -241,7 +246,8 @@ def test_engines_compute_what_we_do(name: str, changes: dict[str, Any], tmp_path
     own = {"lm_head.weight", "d2t", "t2d"} if trimmed else set()
     joined = set() if name == "dflare" else {"fc.weight"}
     whole = joined | {"hidden_norm.weight", "norm.weight", *(f"layers.{i}.{x}" for i in (0, 1) for x in layer)}
-    assert w.keys() == whole | EXTRA[name] | own and engine.config.get("draft_vocab_size") == (len(IDS) if trimmed else None)
+    kind = changes.get("markov", "vanilla")
+    assert w.keys() == whole | EXTRA[name] | MARKOV[kind] | own and engine.config.get("draft_vocab_size") == (len(IDS) if trimmed else None)
     if trimmed:
         assert (w["d2t"] + torch.arange(len(IDS))).tolist() == w["t2d"].nonzero()[:, 0].tolist() == IDS
     named = ARCHITECTURES.get(name, "DFlashDraftModel")
@@ -265,9 +271,9 @@ def test_engines_compute_what_we_do(name: str, changes: dict[str, Any], tmp_path
     if name == "xpress":
         logits = list(torch.stack(logits) + refined(w, slots, tokens[root + 1 : root + 2] + tokens[root + 1 : root + 5]))
     if name == "dspark":
-        logits = [
-            x + w["markov_head.markov_w2.weight"] @ w["markov_head.markov_w1.weight"][tokens[root + 1 + k]] for k, x in enumerate(logits)
-        ]
+        assert engine.config["markov_head_type"] == kind
+        head = {k.removeprefix("markov_head.").replace("_proj", "").replace("w2.weight", "w2"): v for k, v in w.items()}
+        logits = list((torch.stack(logits) + markov_bias(kind, head, slots, tokens[root + 1 : root + 6])).float())
     if name == "domino":
         gru = torch.nn.GRU(32, 24, bias=False, batch_first=True)
         gru.load_state_dict({k: w[f"prefix_gru.{k}"] for k in ("weight_ih_l0", "weight_hh_l0")})
@@ -420,7 +426,7 @@ def test_what_a_folder_cannot_say_is_refused(tmp_path: Path) -> None:
             fresh(name, shape, **wrong)
     for name, key, wrong_value in [
         ("dspark", "sample_from_anchor", False),
-        ("dspark", "markov_head_type", "gated"),
+        ("dspark", "markov_head_type", "lstm"),
         ("dflash", "attention_bias", True),
         ("dflash", "layer_types", ["sliding_attention", "full_attention"]),
         ("domino", "shift_label", False),

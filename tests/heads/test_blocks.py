@@ -23,8 +23,13 @@ from headstart.heads.errors import UserError
 from headstart.heads.memory import Beside, Memory, Slots
 from headstart.heads.unroll import unroll
 from headstart.heads.visibility import BlockSees, CausalSees, ChainSees, MaskSees
+from headstart.inference.decoding.counter_rng import CounterRNG
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from tests.drafters import fresh, make, random_tokens, roots_of
+from tests.heads.reference import markov_bias
 from tests.tiny_targets import tiny_target
 
 TARGET = functools.cache(tiny_target)
@@ -144,8 +149,8 @@ def logits_of(drafter: Drafter, drafts: list[Draft], row: int) -> list[Tensor]:
     return [drafter.unembedding(d).logits(draft.hidden_BNH)[0, row] for d, draft in enumerate(drafts, start=1)]
 
 
-def case(name: str) -> tuple[Drafter, Roots, list[int], Tensor]:
-    drafter, tokens = small(name), random_tokens(14, seed=3)
+def case(name: str, **changes: Any) -> tuple[Drafter, Roots, list[int], Tensor]:
+    drafter, tokens = small(name, **changes), random_tokens(14, seed=3)
     roots = roots_of(TARGET(), drafter, torch.tensor([tokens]))
     return drafter, roots, tokens, torch.cat([roots.states[tap][0] for tap in drafter.taps], dim=-1)
 
@@ -163,22 +168,53 @@ def test_a_block_is_its_definition(name: str, t: int) -> None:
         torch.testing.assert_close(found, loops.head @ slots[d], **EXACT)
 
 
+KINDS = ["vanilla", "gated", "rnn"]
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("t", [0, 6])
-def test_the_markov_head_is_its_definition(t: int) -> None:
-    """Slot k guesses x[t+2+k], knowing x[t+1+k]."""
-    drafter, roots, tokens, states = case("dspark")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_markov_head_is_its_definition(kind: str, t: int) -> None:
+    """Slot k guesses x[t+2+k], knowing x[t+1+k], and with the rnn the tokens before from x[t+1] on."""
+    drafter, roots, tokens, states = case("dspark", markov=kind)
     loops = Loops(drafter, TARGET())
     slots, w = loops.dflash(states, tokens[t + 1], t, 5, causal=False), loops.w
-    drafts = unroll(drafter, roots, None, 5)
+    bias, drafts = markov_bias(kind, w, slots, tokens[t + 1 : t + 6]), unroll(drafter, roots, None, 5)
     assert drafter.max_depth == 5
     for k, found in enumerate(logits_of(drafter, drafts, t)):
-        before = w["markov_w1.weight"][tokens[t + 1 + k]]
-        torch.testing.assert_close(found, loops.head @ slots[k] + w["markov_w2"] @ before, **EXACT)
-        sure = w["confidence.weight"][0] @ torch.cat([slots[k], before]) + w["confidence.bias"][0]
+        torch.testing.assert_close(found.double(), (slots @ loops.head.T + bias)[k], **EXACT)
+        sure = w["confidence.weight"][0] @ torch.cat([slots[k], w["markov_w1.weight"][tokens[t + 1 + k]]]) + w["confidence.bias"][0]
         confidence = drafts[k].confidence_BN
         assert confidence is not None
         torch.testing.assert_close(confidence[0, t], sure, **EXACT)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_node_of_a_tree_knows_its_own_path(kind: str) -> None:
+    """A fixed tree, drafted as in decoding: the token of each node has the rank that the tree asks for, after the tokens of its path."""
+    deep = ("000", "100", "110", "200", "201", "1100", "2010")
+    paths = tuple(tuple(map(int, path)) for path in ("0", "1", "2", "00", "01", "10", "11", "20", *deep))
+    drafter, roots, tokens, states = case("dspark", markov=kind)
+    for name in ("markov_w1.weight", "markov_w2"):
+        drafter.get_parameter(name).mul_(10)  # so that other tokens before make other guesses
+    loops, t = Loops(drafter, TARGET()), len(tokens) - 2
+    slots = loops.dflash(states[: t + 1], tokens[t + 1], t, 5, causal=False)
+    proposer = Drafting(drafter)
+    proposer.start(None, 40)
+    proposer.absorb(roots[: t + 1])
+    tree = proposer.propose(TreePolicy("fixed", paths=paths), CounterRNG.of(), SamplingParams())
+    said: dict[tuple[int, ...], list[int]] = {}
+    nodes: list[tuple[tuple[int, ...], list[int]]] = [((), [])]  # of each row of the tree: its path, and the tokens on it
+    for token, parent in zip(tree.tokens_BN[0].tolist(), tree.parents_BN[0].tolist(), strict=True):
+        path, before = nodes[parent + 1]
+        rank = sum((*path, r) in said for r in range(3))
+        logits = slots[len(before)] @ loops.head.T + markov_bias(kind, loops.w, slots, [tokens[t + 1], *before])[-1]
+        assert logits.sort(descending=True).indices[rank] == token
+        said[*path, rank] = [*before, token]
+        nodes.append(((*path, rank), [*before, token]))
+    assert said.keys() == {*paths}
+    assert len({said[r, 0][1] for r in range(3)}) > 1, "the token before changed nothing"
 
 
 @torch.no_grad()
@@ -453,6 +489,8 @@ def test_settings_are_handed_on_to_the_base() -> None:
             hub.build(name, shape, **{wrong: 1})
     with pytest.raises(UserError, match=r"head\.kv_heads must be a whole number of at least 1 or null, found 'two'"):
         hub.build("dspark", shape, kv_heads="two")
+    with pytest.raises(UserError, match=r"head\.markov must be one of vanilla, gated, rnn, found 'lstm'"):
+        hub.build("dspark", shape, markov="lstm")
     for name, key in (("dflash", "block"), ("peagle", "depth")):  # no tensor confirms them when the folder is read
         with pytest.raises(UserError, match=rf"^head\.{key} must be at most 256, found 257"):
             hub.build(name, shape, **{key: 257})

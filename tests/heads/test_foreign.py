@@ -19,7 +19,8 @@ from tests.drafters import SERVED, make
 from tests.tiny_targets import tiny_target
 
 TARGET = functools.cache(tiny_target)
-SMALL: dict[str, dict[str, Any]] = {"eagle": dict(taps=[1, 3, 5]), "dflash": dict(layers=1, block=4, mask_token=95)} | SERVED
+SMALL: dict[str, dict[str, Any]] = {"eagle": dict(taps=[1, 3, 5]), "dflash": dict(layers=1, block=4, mask_token=95)}
+SMALL |= SERVED | {"dspark,rnn": SERVED["dspark"]}
 LLAMA = [head for head in SMALL if head not in ("medusa", "mlp_speculator")]
 IDS = "eagle_aux_hidden_state_layer_ids"
 
@@ -164,7 +165,10 @@ OWN: list[tuple[str, dict[str, Any], str]] = [
     ("xpress", dict(xpress_mlp_hidden=...), r"xpress_head\.mlp\.\w+_proj\.weight"),
     ("xpress", dict(sample_from_anchor=True), "sample_from_anchor=True"),
     ("xpress", dict(is_causal=True), "is_causal=True"),
-    ("dspark", dict(markov_head_type="gated"), "markov_head_type='gated'"),
+    ("dspark", dict(markov_head_type="lstm"), "markov_head_type='lstm', this drafter needs 'vanilla' or 'gated' or 'rnn' or None"),
+    ("dspark", dict(markov_head_type="gated"), r"markov_head\.gate_proj\.bias is missing \(2 missing, 0 unknown\)"),
+    ("dspark,rnn", dict(markov_head_type=None), r"markov_head\.joint_proj\.bias is not a tensor of this drafter"),
+    ("dspark,rnn", dict(markov_head_type="gated"), r"markov_head\.gate_proj\.bias is missing \(2 missing, 2 unknown\)"),
     ("dspark", dict(dspark_config={"markov_rank": 4}), "dspark_config"),
     ("dspark", dict(dspark_noise_token_id=3), "dspark_noise_token_id=3, this drafter needs 95 or None"),
     ("dspark", dict(mask_token_id=...), "mask_token_id"),
@@ -243,19 +247,20 @@ def test_what_changes_nothing_is_no_reason(folders: dict[str, Path], tmp_path: P
         assert all(torch.equal(v, expected.state_dict()[k]) for k, v in loaded.state_dict().items())
 
 
-def test_a_dspark_as_specforge_exports_it(folders: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("head", ["dspark", "dspark,rnn"])
+def test_a_dspark_as_specforge_exports_it(head: str, folders: dict[str, Path], tmp_path: Path) -> None:
     """Before its own script makes it ready for engines. DeepSeek-V4's have the same name."""
-    config = json.loads((folders["dspark"] / "config.json").read_text())
+    config = json.loads((folders[head] / "config.json").read_text())
     keys = ("mask_token_id", "target_layer_ids", "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
     block = {key: config[key] for key in keys} | {"attention_mode": "gqa", "confidence_head_alpha": 1.0, "projector_type": "dspark"}
     without = dict.fromkeys([*keys, "sample_from_anchor", "is_causal"], ...)
     raw: dict[str, Any] = without | dict(architectures=["DSparkDraftModel"], auto_map={"AutoModel": "dspark.DSparkDraftModel"})
-    loaded = hub.load(changed(folders["dspark"], tmp_path / "raw", **raw, dflash_config=block), TARGET().shape)
-    expected = hub.load(folders["dspark"], TARGET().shape)
+    loaded = hub.load(changed(folders[head], tmp_path / "raw", **raw, dflash_config=block), TARGET().shape)
+    expected = hub.load(folders[head], TARGET().shape)
     assert loaded.config == expected.config
     assert all(torch.equal(v, expected.state_dict()[k]) for k, v in loaded.state_dict().items())
     with pytest.raises(UserError, match="neither saved by Headstart nor a known speculator format"):
-        hub.load(changed(folders["dspark"], tmp_path / "v4", **raw | dict(model_type="deepseek_v4"), dflash_config=block), TARGET().shape)
+        hub.load(changed(folders[head], tmp_path / "v4", **raw | dict(model_type="deepseek_v4"), dflash_config=block), TARGET().shape)
 
 
 @pytest.mark.parametrize("head", ["eagle", "medusa"])

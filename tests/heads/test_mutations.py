@@ -16,7 +16,7 @@ from headstart.heads import hub
 from headstart.heads.base import Drafter
 from headstart.inference.speculator import open_speculator
 from tests import mutations
-from tests.drafters import SERVED, guesses, make
+from tests.drafters import SERVED, VARIANTS, guesses, make
 from tests.tiny_targets import tiny_target
 
 TARGET = functools.cache(tiny_target)
@@ -30,6 +30,7 @@ SMALL: dict[str, dict[str, Any]] = {  # one of every format of engines, and two 
     "own_mtp": {},
     "pard": dict(depth=3, mask_token=95),
     "dflash": dict(layers=1, block=4),
+    **dict.fromkeys(VARIANTS, SERVED["dspark"]),
     "hydra": dict(guesses=2, draft_vocab=[1, 5, 6, 50, 95]),
 }
 ENGINES = [head for head in SMALL if head not in ("dflash", "hydra")]

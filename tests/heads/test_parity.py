@@ -12,7 +12,7 @@ from headstart.heads.base import Draft, Drafter, Roots
 from headstart.heads.memory import Memory, Slots
 from headstart.heads.unroll import unroll
 from headstart.heads.visibility import CausalSees, MaskSees
-from tests.drafters import HEADS, depth_of, fresh, make, random_tokens, roots_of
+from tests.drafters import MADE, depth_of, fresh, make, random_tokens, roots_of
 from tests.tiny_targets import tiny_target
 
 TARGET = functools.cache(tiny_target)
@@ -57,7 +57,7 @@ def grow(drafter: Drafter, draft: Draft, root: int, true: list[int], memory: Mem
 
 @torch.no_grad()
 @pytest.mark.parametrize("memory_kind", ["slots", "growing"])
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", MADE)
 def test_unroll_equals_tree_decoding(head: str, memory_kind: str) -> None:
     target = TARGET()
     drafter = make(head, target)
@@ -80,7 +80,7 @@ def test_unroll_equals_tree_decoding(head: str, memory_kind: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", MADE)
 def test_what_a_draft_is_asked_for_does_not_change_it(head: str) -> None:
     target = TARGET()
     drafter = make(head, target)
@@ -95,7 +95,7 @@ def test_what_a_draft_is_asked_for_does_not_change_it(head: str) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("closed_form", [True, False])
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", MADE)
 def test_packed_documents_equal_the_same_documents_alone(head: str, closed_form: bool) -> None:
     target = TARGET()
     drafter = make(head, target)
@@ -119,7 +119,7 @@ def test_packed_documents_equal_the_same_documents_alone(head: str, closed_form:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", MADE)
 def test_documents_do_not_see_each_other(head: str) -> None:
     """Other tokens in one document change every later document by nothing at all."""
     target = TARGET()
@@ -135,7 +135,7 @@ def test_documents_do_not_see_each_other(head: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", MADE)
 def test_a_draft_depends_on_the_past_and_its_chain_only(head: str) -> None:
     """A later token changes no draft that does not read it: the offsets of every depth, checked by disturbing one token."""
     target = TARGET()
@@ -150,14 +150,14 @@ def test_a_draft_depends_on_the_past_and_its_chain_only(head: str) -> None:
         assert not torch.allclose(x[0, changed], y[0, changed], atol=1e-3)
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", MADE)
 def test_unknown_settings_are_refused(head: str) -> None:
     with pytest.raises(ValueError, match="no setting 'colour'"):
         fresh(head, TARGET().shape, colour="red")
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", MADE)
 def test_half_precision_does_not_round_positions(head: str) -> None:
     """A drafter cast to bf16 and back keeps its tables (RoPE frequencies): only its weights were rounded."""
     target = TARGET()

@@ -20,7 +20,7 @@ from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
-from tests.drafters import FEW, HEADS, depth_of, make, random_tokens, roots_of
+from tests.drafters import FEW, MADE, depth_of, make, random_tokens, roots_of
 from tests.orders import ORDERS, faster
 from tests.tiny_targets import ARCHITECTURES, OTHERS, tiny_target
 
@@ -258,8 +258,8 @@ def test_a_target_says_the_same(family: str, tied: bool, order: str, monkeypatch
 @pytest.mark.parametrize(
     ("head", "order", "settings"),
     [
-        *(pytest.param(head, order, {}, marks=() if head in FEW else pytest.mark.slow) for head in HEADS for order in ("dense", "onednn")),
-        *((head, "panels", {}) for head in HEADS),
+        *(pytest.param(head, order, {}, marks=() if head in FEW else pytest.mark.slow) for head in MADE for order in ("dense", "onednn")),
+        *((head, "panels", {}) for head in MADE),
         *(("eagle", order, AS_SPECULATORS) for order in ("onednn", "panels")),
     ],
 )

@@ -71,6 +71,9 @@ FOUND: list[tuple[str, dict[str, Any], tuple[Any, ...] | None, dict[str, Any], s
     ("lilicorr", dict(layers=2, block=8, window=16, **MASK), ("dflash", 7), {}, {"vLLM", "SGLang"}),
     ("lilicorr", dict(layers=2, block=8), None, {}, set()),
     ("dspark", dict(layers=2, block=7, **MASK), ("dspark", 7), {}, {"vLLM", "SGLang", "llama.cpp"}),
+    ("dspark", dict(layers=2, block=7, markov="gated", window=64, **MASK), None, {}, {"SGLang"}),
+    ("dspark", dict(layers=2, block=7, markov="rnn", **MASK), None, {}, {"SGLang"}),
+    ("dspark", dict(layers=2, block=7, markov="rnn", **MASK, **VOCAB), None, {}, set()),
     ("domino", dict(layers=2, block=7, **MASK), None, {}, {"SGLang"}),
     ("draft_lm", {}, ("draft_model", 6), {}, {"vLLM", "SGLang", "llama.cpp", "transformers"}),
     ("pard", dict(depth=8), ("draft_model", 6), dict(parallel_drafting=True), {"vLLM", "TensorRT-LLM"}),
@@ -133,6 +136,25 @@ def test_what_llama_cpp_would_load_is_said(changes: dict[str, Any], lacks: str, 
         drafter.shape = replace(drafter.shape, model_type=kind, rope=drafter.shape.rope | rope)
         said = serving(drafter, "T", DIR, 6).otherwise
         assert said == (f"llama.cpp loads such a drafter if it was trained with {lacks}" if lacks and told else "")
+
+
+def test_what_lacks_a_markov_head_is_said(target: Target) -> None:
+    """SGLang has them all, vLLM and llama.cpp the simplest alone. Of a target that SGLang does not serve, or with a trimmed vocabulary,
+    none is left.
+    """
+    vanilla = "trained with head.markov=vanilla"
+    for kind, changes, engines, otherwise, unserved in (
+        ("llama", dict(), {"vLLM", "SGLang", "llama.cpp"}, "", ""),
+        ("llama", dict(markov="rnn"), {"SGLang"}, f"vLLM and llama.cpp load such a drafter if it was {vanilla}", ""),
+        ("llama", dict(markov="gated", **VOCAB), set(), "", f"vLLM and llama.cpp load such a drafter if it was {vanilla}"),
+        ("olmo3", dict(markov="gated"), set(), "", f"vLLM loads such a drafter if it was {vanilla}"),
+        ("gpt2", dict(markov="gated"), set(), "", "none hands the layers of a gpt2 target to a drafter"),
+    ):
+        drafter = make("dspark", target, layers=2, **MASK, **changes)
+        drafter.shape = replace(drafter.shape, model_type=kind)
+        made = serving(drafter, "T", DIR, 6)
+        assert {c.engine for c in made.commands[:-2]} == engines
+        assert (made.otherwise, made.unserved) == (otherwise, unserved)
 
 
 @pytest.mark.parametrize(

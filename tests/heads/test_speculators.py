@@ -32,6 +32,8 @@ KINDS: list[tuple[str, dict[str, Any], list[str], list[int] | None]] = [  # its 
     ("dspark", {"markov_rank": 6}, [SLIDING] * 3, IDS),
     ("dspark", {"markov_rank": 6}, [SLIDING, SLIDING, FULL], None),
     ("dspark", {"markov_rank": 6, "sliding_window_non_causal": True}, [SLIDING, FULL, FULL], IDS),
+    ("dspark", {"markov_rank": 6, "markov_head_type": "gated"}, [SLIDING, FULL, FULL], IDS),
+    ("dspark", {"markov_rank": 6, "markov_head_type": "rnn"}, [FULL] * 3, None),
     ("dflash2", {"selector_rank": 6, "selector_top_k": 96}, [SLIDING] * 3, None),
     ("dflash2", {"selector_rank": 6, "sliding_window_non_causal": False}, [SLIDING, FULL, SLIDING], None),
 ]

@@ -20,7 +20,7 @@ from headstart.trainers import checkpoint
 from headstart.trainers.joint import Joint, divergence, how_changed
 from headstart.trainers.learner import Seen, evaluate
 from headstart.trainers.run import run
-from tests.drafters import HEADS, make
+from tests.drafters import HEADS, MADE, make
 from tests.tiny_targets import tiny_target
 from tests.trainers.conftest import ROOT, TORCHRUN, check_trained_alike, save_target, small_run
 from tests.trainers.small import LOOP, LOSS, quiet, repetitive, train
@@ -49,7 +49,7 @@ def disturb(learner: Joint, scale: float = 0.05) -> None:
             p += scale * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", MADE)
 def test_the_adapter_has_a_gradient_after_the_warm_up_only(name: str, target: Target) -> None:
     """Every drafter hands one on; before, its loss and gradient are those of the frozen target, to the bit."""
     if not make(name, target).taps:

@@ -34,7 +34,7 @@ from headstart.trainers.plan_text import capturing, lines, nearest, show_plan
 from headstart.trainers.shapes import as_on_a_gpu, one_expert, width_of, without_numbers, without_weights
 from tests.composed import composed
 from tests.doors import ROOT, call
-from tests.drafters import HEADS
+from tests.drafters import MADE, VARIANTS
 
 CPU = torch.device("cpu")
 CONFIG = dict(
@@ -47,8 +47,9 @@ def settings(*overrides: str) -> dict[str, Any]:
     return composed(*overrides)
 
 
-def small(head: str) -> dict[str, Any]:
-    found = settings(f"head={head}", "trainer.batch_size=2", "trainer.length=32", "trainer.precision=fp32")
+def small(name: str) -> dict[str, Any]:
+    more = [f"head.{key}={value}" for key, value in VARIANTS.get(name, {}).items()]
+    found = settings(f"head={name.partition(',')[0]}", *more, "trainer.batch_size=2", "trainer.length=32", "trainer.precision=fp32")
     found["target"] |= {"config": CONFIG, "dtype": "float32"}
     return found
 
@@ -56,14 +57,15 @@ def small(head: str) -> dict[str, Any]:
 EXPERTS = CONFIG | dict(model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
 
 
-@pytest.mark.parametrize(("head", "hf"), [*((head, CONFIG) for head in HEADS), pytest.param("own_mtp", EXPERTS, id="own_mtp-experts")])
+@pytest.mark.parametrize(("head", "hf"), [*((head, CONFIG) for head in MADE), pytest.param("own_mtp", EXPERTS, id="own_mtp-experts")])
 def test_what_is_counted_without_numbers_is_what_there_is(head: str, hf: dict[str, Any]) -> None:
     """Parameters, and what autograd keeps of an unroll, of every drafter, with real weights."""
     asked = small(head)
     if head == "draft_lm" or "lora" in asked["head"]:
         pytest.skip("its size is that of the model in its folder")
     target = Target(AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf)))
-    drafter = hub.build(head, TargetShape.of(target.config), **{k: v for k, v in asked["head"].items() if k != "name"}).train()
+    settings = {k: v for k, v in asked["head"].items() if k != "name"}
+    drafter = hub.build(asked["head"]["name"], TargetShape.of(target.config), **settings).train()
     drafter.attach(target.ends)
     tokens = torch.randint(hf["vocab_size"], (2, 32))
     roots = Roots(tokens, tokens, {tap: torch.randn(2, 32, 64) for tap in drafter.taps}, torch.arange(32).expand(2, -1))

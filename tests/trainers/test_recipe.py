@@ -25,7 +25,7 @@ from headstart.trainers.optimizer import before_the_fall, learning_rate, open_op
 from headstart.trainers.resume import Batch, lasting, resumable
 from headstart.trainers.run import fit, prepare, run
 from headstart.trainers.shapes import without_numbers, without_weights
-from tests.drafters import HEADS, make, random_tokens, roots_of
+from tests.drafters import MADE, make, random_tokens, roots_of
 from tests.tiny_targets import tiny_target
 from tests.trainers.conftest import Composed
 from tests.trainers.small import LOSS, quiet, repetitive, train
@@ -58,7 +58,7 @@ def gradients(name: str, target: Target, again: bool, kept: list[int] | None = N
     return [torch.zeros(0) if p.grad is None else p.grad for p in drafter.parameters()] + [out.loss_sum.detach(), torch.rand(3)]
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", MADE)
 def test_what_is_computed_again_has_the_same_gradients(name: str, target: Target) -> None:
     """To the bit, its noise included; and random numbers go on as they would."""
     kept: list[int] = []

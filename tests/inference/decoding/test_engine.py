@@ -25,7 +25,7 @@ from headstart.inference.decoding.rounds import Kind
 from headstart.inference.decoding.row import ALIKE, Row, in_common, shared_by
 from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.verify import RULES
-from tests.drafters import FEW, FEW_HEADS, HEADS, depth_of, everywhere, learn_by_heart, make, random_tokens
+from tests.drafters import FEW, FEW_HEADS, MADE, depth_of, everywhere, learn_by_heart, make, random_tokens
 from tests.inference.decoding.waiting import waits
 from tests.tiny_targets import ARCHITECTURES, tiny_target
 
@@ -79,7 +79,7 @@ def test_batches_are_lossless_under_every_tree(head: str, policy: str) -> None:
 
 ROUNDS = [
     pytest.param(head, name, rule, marks=() if (name == "dynamic" and head in FEW) or head == FEW[1] else pytest.mark.slow)
-    for head in HEADS
+    for head in MADE
     for name in POLICIES
     for rule in (RULES if name in ("chain", "fixed") else ["top_plus_one"])
     if name == "chain" or not RULES[rule].chain_only
@@ -211,7 +211,7 @@ def test_loads_rise_and_fall(head: str, load: str, late: bool, monkeypatch: pyte
     assert {None, plans[2]} <= set(rows[0][0].shapes), "this tested nothing"
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", MADE)
 def test_a_static_round_waits_for_nothing(head: str) -> None:
     target, drafter = TARGET("llama"), make(head, TARGET("llama"))
     cases = [(POLICIES["dynamic"], "top_plus_one"), (POLICIES["chain"], "block")]

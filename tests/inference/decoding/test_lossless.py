@@ -20,7 +20,7 @@ from headstart.inference.decoding.propose import Drafting, Proposer
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
-from tests.drafters import FEW, FEW_HEADS, HEADS, depth_of, everywhere, learn_by_heart, make, random_tokens
+from tests.drafters import FEW, FEW_HEADS, MADE, depth_of, everywhere, learn_by_heart, make, random_tokens
 from tests.inference.decoding.trees import validate
 from tests.tiny_targets import ARCHITECTURES, OTHERS, tiny_target
 
@@ -231,7 +231,7 @@ def test_a_prompt_that_does_not_fit_is_refused() -> None:
     assert len(generate(target, Oracle(target, [5] * 256, 1.0), [5] * 250, new_tokens=1, policy=POLICIES["chain"]).tokens) == 1
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", MADE)
 def test_the_whole_context_can_be_used(head: str) -> None:
     target = TARGET("llama")
     drafter = make(head, target)
@@ -241,7 +241,7 @@ def test_the_whole_context_can_be_used(head: str) -> None:
 
 
 @pytest.mark.parametrize(("head", "policy", "rule"), [
-    *((head, "dynamic", "top_plus_one") for head in HEADS),
+    *((head, "dynamic", "top_plus_one") for head in MADE),
     *((head, *how) for head in FEW for how in (("chain", "block"), ("fixed", "multi_round"))),
 ])  # fmt: skip
 def test_sampling_repeats_with_its_seed(head: str, policy: str, rule: str) -> None:

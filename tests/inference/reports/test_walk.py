@@ -17,7 +17,7 @@ from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.reports.expected import chance_ratio, expected_walk
 from headstart.inference.reports.walk import Walk, walk, walk_rows
-from tests.drafters import FEW_HEADS, HEADS, depth_of, learn_by_heart, make, random_tokens
+from tests.drafters import FEW_HEADS, MADE, depth_of, learn_by_heart, make, random_tokens
 from tests.tiny_targets import tiny_target
 
 TARGET = functools.cache(tiny_target)
@@ -133,7 +133,7 @@ def test_expected_length_is_the_accepted_length(head: str) -> None:
     assert len(lengths) >= 3 and max(lengths) > 1.5, "a drafter that is never right tests nothing"
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", MADE)
 def test_a_short_text_can_be_walked(head: str) -> None:
     target = TARGET()
     drafter = make(head, target)
@@ -142,7 +142,7 @@ def test_a_short_text_can_be_walked(head: str) -> None:
         assert walked.tokens == new - 1
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", MADE)
 def test_at_temperature_1_a_walk_lies_between_its_bounds(head: str) -> None:
     target = TARGET()
     drafter = make(head, target)
