@@ -24,7 +24,7 @@ FREE = (
 # The values of settings that runs of earlier versions did not have yet.
 EARLIER = {
     "trainer.momentum": 0.95, "trainer.ns_steps": 5, "trainer.floor": FLOOR, "head.norm_before_fc": False,
-    "head.norm_before_residual": False, "loss.detach": False,
+    "head.norm_before_residual": False, "head.markov": "vanilla", "loss.detach": False,
 }  # fmt: skip
 
 

@@ -229,11 +229,16 @@ def test_of_another_drafter_the_name_is_said_first(tmp_path: Path) -> None:
         _same_settings(saved, now, tmp_path / "checkpoints" / "step")
 
 
-def test_a_run_of_before_a_setting_was_there_did_what_it_stands_for_now(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "then", "other", "more"), [("norm_before_fc", False, True, {"norm_before_residual": False}), ("markov", "vanilla", "rnn", {})]
+)
+def test_a_run_of_before_a_setting_was_there_did_what_it_stands_for_now(
+    key: str, then: Any, other: Any, more: dict[str, Any], tmp_path: Path
+) -> None:
     before: dict[str, Any] = {"head": {"name": "eagle", "layers": 1}}
-    for norm, fits in ((False, True), (True, False)):
-        now = {"head": before["head"] | {"norm_before_fc": norm, "norm_before_residual": False}}
-        with nullcontext() if fits else pytest.raises(UserError, match=r"head\.norm_before_fc=False, now it is True"):
+    for value, fits in ((then, True), (other, False)):
+        now = {"head": before["head"] | more | {key: value}}
+        with nullcontext() if fits else pytest.raises(UserError, match=rf"head\.{key}={then}, now it is {other}"):
             _same_settings(before, now, tmp_path / "run" / "checkpoints" / "step-1")
 
 
