@@ -28,7 +28,7 @@ from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
-from tests.drafters import fresh, make, random_tokens, roots_of
+from tests.drafters import VARIANTS, fresh, make, random_tokens, roots_of
 from tests.heads.reference import markov_bias
 from tests.tiny_targets import tiny_target
 
@@ -40,7 +40,7 @@ EXACT = dict(rtol=0, atol=1e-5)
 
 
 def small(name: str, **changes: Any) -> Drafter:
-    return make(name, TARGET(), **SMALL[name] | changes)
+    return make(name, TARGET(), **SMALL[name.partition(",")[0]] | changes)
 
 
 Seen = Callable[[int, int], tuple[int, int]]
@@ -324,13 +324,13 @@ def test_asked_roots_are_the_same_as_all_of_them(name: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", BACKBONE)
+@pytest.mark.parametrize("name", [*BACKBONE, *VARIANTS])
 def test_blocks_are_in_half_precision_under_autocast(name: str) -> None:
     """Although the states are in fp32: the residual stream of all slots is most of what training keeps."""
     drafter, roots, *_ = case(name)
     with torch.autocast("cpu", torch.bfloat16):
-        draft = unroll(drafter, roots, None, 1)[0]
-    assert {x.dtype for x in roots.states.values()} == {torch.float32} and draft.state.dtype == torch.bfloat16
+        drafts = unroll(drafter, roots, None, 3)
+    assert {x.dtype for x in roots.states.values()} == {torch.float32} and {x.state.dtype for x in drafts} == {torch.bfloat16}
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from headstart.trainers import checkpoint
 from headstart.trainers.learner import Learner, evaluate
 from headstart.trainers.metrics import read_metrics
 from headstart.trainers.optimizer import learning_rate, open_optimizers
-from tests.drafters import FEW, FEW_HEADS, HEADS, arguments, make
+from tests.drafters import FEW, FEW_HEADS, HEADS, MADE, arguments, make
 from tests.tiny_targets import tiny_target
 from tests.trainers.conftest import ROOT, TORCHRUN, check_trained_alike, equal
 from tests.trainers.small import LOOP, LOSS, quiet, repetitive, train
@@ -50,7 +50,7 @@ def test_every_drafter_learns(name, target, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "accumulate"),
-    [*(pytest.param(name, 1, marks=() if name in FEW else pytest.mark.slow) for name in HEADS), *((name, 2) for name in FEW)],
+    [*(pytest.param(name, 1, marks=() if name in FEW else pytest.mark.slow) for name in MADE), *((name, 2) for name in FEW)],
 )
 def test_resuming_changes_nothing(name, accumulate, target, tmp_path):
     """Noise included: the state of the random generators is part of a checkpoint."""
