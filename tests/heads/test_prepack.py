@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -107,54 +107,26 @@ def test_autocast_multiplies_as_without(order: str, calls: list[int], monkeypatc
 
 
 def in_what(weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch, measured: orders.Times) -> str:
-    """The orders that a matrix is kept in, by what they are found to take."""
+    """The order that a matrix is kept in, by what products are found to take."""
     monkeypatch.setattr(orders, "measured", lambda _: measured)
     monkeypatch.setattr(orders, "packers", lambda _: {order: lambda weight: weight for order in measured if order != "dense"})
-    packed, since = orders.in_order(weight)
-    return "dense" if packed is None else "onednn" if since == 1 else "both"
+    return "dense" if orders.in_order(weight) is None else "onednn"
 
 
-def test_a_small_matrix_is_kept_in_both_orders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit is in bytes, and what is found for a dtype says nothing of another one."""
-    times = {"dense": dict.fromkeys(orders.ROWS, 2.0) | {1: 0.9}, "onednn": dict.fromkeys(orders.ROWS, 1.0)}
-    monkeypatch.setattr(orders, "SMALL", 2 * 32 * 40)
+def test_what_is_found_for_a_dtype_says_nothing_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(orders, "TIMES", {})
+    slower = {"dense": dict.fromkeys(orders.ROWS, 2.0), "onednn": dict.fromkeys(orders.ROWS, 1.0)}
+    faster = {"dense": dict.fromkeys(orders.ROWS, 1.0), "onednn": dict.fromkeys(orders.ROWS, 2.0)}
     matrix = torch.randn(32, 40)
-    assert in_what(matrix.bfloat16(), monkeypatch, times) == "both" and in_what(matrix, monkeypatch, times) == "onednn"
-    slower = {"dense": dict.fromkeys(orders.ROWS, 1.0), "onednn": dict.fromkeys(orders.ROWS, 2.0)}
-    assert in_what(matrix.half(), monkeypatch, slower) == "dense"
+    assert in_what(matrix, monkeypatch, slower) == "onednn" and in_what(matrix.half(), monkeypatch, faster) == "dense"
+    assert in_what(matrix, monkeypatch, faster) == "onednn"  # it is measured once
 
 
 def test_times_are_compared_by_their_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice as fast for four numbers of rows outweighs eight times as slow for one, although the sum of the seconds is larger."""
-    monkeypatch.setattr(orders, "SMALL", 0)
     monkeypatch.setattr(orders, "TIMES", {})
     times = {"dense": dict.fromkeys(orders.ROWS, 2.0), "onednn": dict.fromkeys(orders.ROWS, 1.0) | {16: 16.0}}
     assert in_what(torch.randn(32, 40), monkeypatch, times) == "onednn"
-
-
-@pytest.mark.parametrize(
-    ("dtype", "wide", "own", "found"),
-    [
-        (torch.bfloat16, 1.0, 2.0, torch.float32),
-        (torch.bfloat16, 2.0, 1.0, None),
-        (torch.float16, 1.0, 2.0, torch.float32),
-        (torch.float32, 1.0, 2.0, None),
-    ],
-)
-def test_keys_are_kept_in_the_dtype_that_is_read_faster(
-    dtype: torch.dtype, wide: float, own: float, found: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    timed: list[int] = []
-
-    def seconds(*calls: Callable[[], list[torch.Tensor]]) -> list[float]:
-        for call in calls:
-            assert {x.dtype for x in call()} == {dtype}  # each with what is converted on the way
-        timed.append(len(calls))
-        return [wide, own]
-
-    monkeypatch.setattr(orders, "_seconds", seconds)
-    assert orders.memory_dtype.__wrapped__(dtype, 4, 2, 8) == found and timed == [2] * (dtype != torch.float32)
 
 
 @pytest.mark.skipif(native.library() is None, reason="no panels on this machine")
