@@ -102,14 +102,16 @@ class Mixed(Packed):
         """Raises UserError for weights that make an epoch longer than ``MOST`` rows."""
         self.parts, self.length = parts, parts[0].length
         sizes_S = np.array([len(part) for part in parts])
-        self.counts_S = sizes_S
+        counts_S: NDArray[Any] = sizes_S
         if weights is not None:
             share_S = np.array(weights) / sum(weights)
-            self.counts_S = np.ceil((sizes_S / share_S).max() * share_S - 1e-9).astype(np.int64)
-        if (rows := int(self.counts_S.sum())) > MOST:
+            with np.errstate(all="ignore"):  # weights that are too far apart give infinity or NaN
+                counts_S = np.ceil((sizes_S / share_S).max() * share_S - 1e-9)
+        if not counts_S.sum() <= MOST:
             raise UserError(
-                f"data.sources: at these weights an epoch has {rows:,} rows: give the smallest source more, or limit the largest"
+                f"data.sources: at these weights an epoch has more than {MOST:,} rows: give the smallest source more, or limit the largest"
             )
+        self.counts_S = counts_S.astype(np.int64)
         self.first_S = np.cumsum(self.counts_S) - self.counts_S
         times_S = self.counts_S / sizes_S
         for what in ("padding", "dropped", "unsupervised"):

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 
 from headstart.data.answers import Answer
-from headstart.data.talks import Item, Made, converse
+from headstart.data.talks import Item, Made, _add, _known, converse
 from headstart.inference.serving.text import BadRow, Reader, asking, ids, render
 from tests.inference.serving.speech import tokenizer, wrapped
 
@@ -150,3 +150,13 @@ def test_a_conversation_that_the_template_repeats_is_one_document(plain: Any) ->
     made, turns = held(plain, [" Hello", " Yes", " No"])
     assert len(made.record["documents"]) == 1
     assert plain.decode(turns[2][0]).replace(" ", "") == "<s>[INST]q0[/INST]Hello<end>[INST]q1[/INST]Yes<end>[INST]q2[/INST]"
+
+
+def test_a_conversation_is_kept_as_text_where_tokens_of_some_answers_are_missing() -> None:
+    """As of an endpoint that returns them now and then."""
+    documents = list[dict[str, Any]]()
+    for prompt, tokens in (([1, 2], [3, 4]), ([1, 2, 3, 4, 5], [6]), ([7], [8]), ([7, 8], None), ([7, 8, 9], [1])):
+        _add(documents, prompt, Answer(tokens, "", "stop", 1))
+    whole = [{"tokens": [1, 2, 3, 4, 5, 6], "answers": [[2, 4], [5, 6]]}, {"tokens": [7, 8], "answers": [[1, 2]]}]
+    assert documents[:2] == whole and _known(documents[:2]) == {"documents": whole}
+    assert documents[2] == {} and _known(documents) == {}

@@ -48,6 +48,15 @@ def test_weights_are_shares_of_the_rows() -> None:
     assert Mixed([rows_of(1, 5), rows_of(100, 14)], [2, 3]).counts_S.tolist() == [10, 14], "what is rounded is no row"
 
 
+@pytest.mark.parametrize("small", [1e-9, 1e-18, 1e-30, 1e-320])
+def test_weights_that_are_too_far_apart_are_refused(small: float) -> None:
+    """However far: a number of rows that no integer holds would come out negative."""
+    for weights in ([small, 1.0], [1.0, 1 / max(small, 1e-308)]):
+        with pytest.raises(UserError, match=r"at these weights an epoch has more than 2,147,483,648 rows: give the smallest source more"):
+            Mixed([rows_of(1, 10), rows_of(100, 40)], weights)
+    assert Mixed([rows_of(1, 10), rows_of(100, 40)], [1e-8, 1.0]).counts_S.tolist() == [10, 10**9]
+
+
 def test_what_a_mix_leaves_empty_or_out_is_as_often_as_its_rows() -> None:
     words = [Document(np.full(size, size, dtype=np.int32), np.ones(size, dtype=np.bool_)) for size in (12, 12, 12, 16, 16, 20)]
     parts = [pack(words[:3], 16), pack(words[3:], 16)]  # the rest of the last document is too short to keep
