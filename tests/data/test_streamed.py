@@ -56,6 +56,12 @@ def test_every_row_once_an_epoch_and_held_out_never(given: Any, world: int, targ
         assert line[:own] != line[own : 2 * own] and max(Counter(line).values()) - min(Counter(line).values()) <= 1
 
 
+def test_each_block_has_an_order_of_its_own(given: Any, target: Any) -> None:
+    line = torch.cat(tokens(opened(given, target), 12, 5))[:, 0].tolist()
+    first, third = line[:12], line[23:35]  # the second one lacks a row
+    assert sorted(first) == [*range(9, 21)] and sorted(third) == [*range(33, 45)] and first != [token - 24 for token in third]
+
+
 def test_a_bad_row_is_told_of_and_drops_no_block(given: Any, target: Any) -> None:
     given["on_bad"] = "error"
     with pytest.raises(UserError, match=r"tokens\.jsonl line 21: not tokenised"):
