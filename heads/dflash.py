@@ -49,6 +49,13 @@ def asked(ask: Tensor | None, roots: Roots) -> Tensor:
     return torch.arange(T, device=roots.read_BT.device).expand(B, T) if ask is None else ask
 
 
+def read_row(drafter: Drafter, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
+    """``step`` where ``begin`` made the rows of all depths: the drafted tokens change nothing. Raises UserError beyond the last depth."""
+    drafter.check_depth(depth, "guesses {} tokens", f"with head.depth={depth}")
+    D = parent.hidden_BNH.shape[-1]
+    return Draft(parent.state[..., (depth - 1) * D : depth * D], parent.state)
+
+
 def windowed_layers(window: int | None, some: list[int] | None, layers: int, block: int) -> tuple[int, ...]:
     """The layers with a sliding window, counted from 0: those in ``some`` (None: all), or () where ``window`` is None. Raises UserError
     for layers that do not exist or are not ascending, for ``some`` without ``window``, and for a window smaller than a block.

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.base import Draft, Roots, TargetShape, rows_of
-from headstart.heads.dflash import asked, check_mask_token
+from headstart.heads.dflash import asked, check_mask_token, read_row
 from headstart.heads.draft_lm import DraftLm
 from headstart.heads.memory import Beside, Memory
 from headstart.heads.visibility import BlockSees, Sees, blocks_of
@@ -70,8 +70,4 @@ class Pard(DraftLm, without=("lora",)):  # LoRA would leave the mask's embedding
             found.append(torch.cat(blocks, dim=1))
         return Draft(first, torch.cat(found, dim=-1), first_BTH=every_BTD)
 
-    def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
-        """Read the row of this depth; the drafted tokens change nothing. Raises UserError beyond the last depth."""
-        self.check_depth(depth, "guesses {} tokens", f"with head.depth={depth}")
-        D = parent.hidden_BNH.shape[-1]
-        return Draft(parent.state[..., (depth - 1) * D : depth * D], parent.state)
+    step = read_row

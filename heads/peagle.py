@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.heads.base import Draft, Roots, TargetEnds, TargetShape
-from headstart.heads.dflash import asked, check_mask_token, mask_of
+from headstart.heads.dflash import asked, check_mask_token, mask_of, read_row
 from headstart.heads.eagle import Eagle
 from headstart.heads.errors import UserError
 from headstart.heads.memory import Beside, Memory
@@ -85,8 +85,4 @@ class Peagle(Eagle, without=("norm_output", "window_slides")):
             state.append(block.hidden_BNH.unflatten(1, (-1, len(depths))).flatten(2))
         return Draft(first, torch.cat([first, torch.cat(state, dim=1)], dim=-1), first_BTH=everywhere.hidden_BNH)
 
-    def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
-        """Read the row of this depth; the drafted tokens change nothing. Raises UserError beyond the last depth."""
-        self.check_depth(depth, "guesses {} tokens", f"with head.depth={depth}")
-        D = self.shape.hidden_size
-        return Draft(parent.state[..., (depth - 1) * D : depth * D], parent.state)
+    step = read_row

@@ -38,31 +38,24 @@ def most_frequent(counts_V: Tensor, size: int) -> list[int]:
     return counts_V.argsort(descending=True, stable=True)[:size].sort().values.tolist()
 
 
-def to_maps(ids_V: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """(d2t: offsets, int64, one per id; t2d: bool, one per target token)."""
-    d2t = ids_V - torch.arange(len(ids_V))
-    t2d = torch.zeros(vocab_size, dtype=torch.bool)
-    t2d[ids_V] = True
-    return d2t, t2d
-
-
-def from_d2t(d2t_V: Tensor) -> list[int]:
-    """The target ids that the offsets in a file stand for."""
-    return (torch.arange(len(d2t_V)) + d2t_V.long()).tolist()
-
-
 def maps_of(ids_V: Tensor | None, vocab_size: int) -> dict[str, Tensor]:
-    """The maps as tensors of a file. ``ids_V`` None: the whole vocabulary, which has none."""
-    return {} if ids_V is None else dict(zip(("d2t", "t2d"), to_maps(ids_V.cpu(), vocab_size), strict=True))
+    """The maps as tensors of a file (``d2t``: int64). ``ids_V`` None: the whole vocabulary, which has none."""
+    if ids_V is None:
+        return {}
+    t2d = torch.zeros(vocab_size, dtype=torch.bool)
+    t2d[ids_V.cpu()] = True
+    return {"d2t": ids_V.cpu() - torch.arange(len(ids_V)), "t2d": t2d}
 
 
 def ids_of(tensors: dict[str, Tensor], vocab_size: int) -> list[int] | None:
     """The target ids that the maps in a file stand for. None: all tokens; maps of all tokens are removed from ``tensors``."""
-    ids = from_d2t(tensors["d2t"]) if "d2t" in tensors else None
-    if ids == list(range(vocab_size)):  # some write maps of zeros for a whole vocabulary
-        ids = None
-        tensors.pop("d2t"), tensors.pop("t2d", None)
-    return ids
+    if "d2t" not in tensors:
+        return None
+    ids = (torch.arange(len(tensors["d2t"])) + tensors["d2t"].long()).tolist()
+    if ids != list(range(vocab_size)):
+        return ids
+    tensors.pop("d2t"), tensors.pop("t2d", None)  # some write maps of zeros for a whole vocabulary
+    return None
 
 
 class OutputHead(nn.Linear):

@@ -13,7 +13,7 @@ from headstart.heads.errors import UserError
 from headstart.heads.memory import Memory
 from headstart.heads.unembedding import Unembedding
 from headstart.heads.visibility import Sees
-from headstart.heads.vocab import OutputHead, check_ids, from_d2t, most_frequent, to_maps
+from headstart.heads.vocab import OutputHead, check_ids, ids_of, maps_of, most_frequent
 from tests.tiny_targets import tiny_target
 
 
@@ -21,13 +21,16 @@ from tests.tiny_targets import tiny_target
 @given(st.sets(st.integers(0, 49), min_size=1, max_size=50))
 def test_maps_there_and_back(chosen: set[int]) -> None:
     ids = sorted(chosen)
-    d2t, t2d = to_maps(torch.tensor(ids), 50)
+    maps = maps_of(torch.tensor(ids), 50)
+    d2t, t2d = maps["d2t"], maps["t2d"]
     assert d2t.dtype == torch.int64 and t2d.dtype == torch.bool and t2d.shape == (50,)
     for row, offset in enumerate(d2t.tolist()):  # the formats' own words: target id = draft id + d2t[draft id]
         assert row + offset == ids[row] and bool(t2d[row + offset])
-    assert int(t2d.sum()) == len(ids) and from_d2t(d2t) == ids and from_d2t(d2t.int()) == ids
-    back = check_ids(from_d2t(d2t), 50)
-    assert back is None if len(ids) == 50 else back is not None and back.tolist() == ids
+    assert int(t2d.sum()) == len(ids) and maps_of(None, 50) == {}
+    for stored in (maps, {"d2t": d2t.int()}):
+        back = ids_of(stored, 50)
+        assert back is None and not stored if len(ids) == 50 else back == ids and stored
+        assert check_ids(back, 50) is None if len(ids) == 50 else check_ids(back, 50).tolist() == ids  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("wrong", [[], [3, 2], [1, 1], [-1, 4], [0, 10], list(range(11)), [[1, 2]], 5])
