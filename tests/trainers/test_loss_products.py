@@ -7,12 +7,14 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from headstart.heads import products
-from tests.trainers.test_losses import MIX, Case
+from tests.trainers.test_chunks import Calls
+from tests.trainers.test_losses import MIX, Case, D, H
 
 
 @pytest.fixture(params=[False, True], ids=["mkl", "onednn"])
@@ -33,6 +35,18 @@ def test_a_loss_in_fp32(library: bool, heads: str, chunk: int) -> None:
     torch.testing.assert_close(found.loss_sum.double(), right.loss_sum, rtol=1e-5, atol=1e-5)
     for a, b in zip(case.grads(found.loss_sum), exact.grads(right.loss_sum), strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
+
+
+def test_what_the_teacher_says_is_multiplied_by_it_too(library: bool) -> None:
+    widths = list[int]()
+
+    def each(name: str, args: Any, out: Any) -> None:
+        if name == "mkldnn::_linear_pointwise":
+            widths.append(args[0].shape[-1])
+
+    with Calls(each):
+        Case(dtype=torch.float32).fused(MIX, 20)
+    assert {H, D} <= {*widths} if library else not widths  # the drafter's products, and the target's
 
 
 STEP = """
