@@ -71,9 +71,7 @@ class OwnMtp(Drafter):
         super().attach(ends)
         if not hasattr(self, "decoder"):
             if ends.config is None:
-                raise UserError(
-                    "this drafter has a layer of the target's own kind, but the target's config is not at hand: load the target"
-                )
+                raise UserError("this drafter has a layer of the target's kind, but the target's config is not at hand: load the target")
             self._build(one_layer(ends.config.get_text_config()))
         self.config = {"head": self.config["head"], **self.arguments}
 
@@ -87,8 +85,8 @@ class OwnMtp(Drafter):
         wanted = own if given.keys() == own.keys() else form.in_file(self, own)
         unknown, missing = sorted(given.keys() - wanted.keys()), sorted(wanted.keys() - given.keys())
         wrong = [f"has {theirs}" for theirs in unknown] + [f"lacks {theirs}" for theirs in missing]
-        sizes = {name: (list(given[name].shape), list(wanted[name].shape)) for name in given.keys() & wanted.keys()}
-        wrong += [f"has {theirs} of {found}, not {fitting}" for theirs, (found, fitting) in sorted(sizes.items()) if found != fitting]
+        sizes = [(theirs, list(given[theirs].shape), list(wanted[theirs].shape)) for theirs in sorted(given.keys() & wanted.keys())]
+        wrong += [f"has {theirs} of {size}, not {fitting}" for theirs, size, fitting in sizes if size != fitting]
         if wrong:
             why = f": {UNLIKE['scale']}" if "scale" in wrong[0] else ""
             raise UserError(f"the MTP module of {name} {wrong[0]}{why}. It is no layer of the target's own kind: {INSTEAD}")
