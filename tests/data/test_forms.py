@@ -82,8 +82,10 @@ def test_an_answer_of_weight_0_is_read_and_not_learnt(template: str, turns: str 
         assert bad["content"] in speech.decode(document.tokens.tolist())
     with pytest.raises(BadRow, match=r"the assistant says nothing in it|the last question has no answer"):
         Template(speech, last=turns == "last").talk(*talk_of({"messages": talk[:2]}))
-    with pytest.raises(BadRow, match=r"the weight of a message is 0 or 1, found 0\.5"):
-        talk_of({"messages": [TALK[0], {**bad, "weight": 0.5}]})
+    for wrong in (0.5, 2, "0"):
+        with pytest.raises(BadRow, match=rf"the weight of a message is 0 or 1, found {wrong!r}"):
+            talk_of({"messages": [TALK[0], {**bad, "weight": wrong}]})
+    assert talk_of({"messages": [TALK[0], {**TALK[1], "weight": 1}]}) == talk_of({"messages": [*TALK]}), "no template sees it"
 
 
 def test_tags_that_do_not_tell_messages_apart_refuse_a_weight() -> None:
@@ -269,7 +271,7 @@ def test_presets_are_in_the_help_and_read_what_they_say(monkeypatch: pytest.Monk
         chat.conversations(talk_of, path=name, on_bad="error", **{**settings, "split": "test[:2]"})  # type: ignore[arg-type]
         assert asked[-1] == (known.path, "test[:2]")
     assert forms.preset("someone/else", "a", "b", ["c"]) == ("someone/else", "a", "b", ("c",))
-    assert forms.preset("sharegpt", "train", "", ["mine"]).columns == ("mine",), "what is given goes before"
+    assert forms.preset("sharegpt", "train", "own", ["mine"])[2:] == ("own", ("mine",)), "what is given goes before"
 
 
 def test_rows_of_tokens(target: Any, tmp_path: Path) -> None:
