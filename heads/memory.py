@@ -41,9 +41,11 @@ class Memory:
         self.states: dict[int, list[Any]] = {}  # saved by recurrent layers (heads/recurrent.py): sequence -> the last one or two
         self.sure: int | None = None  # how many of the next pass's first rows will surely be kept; None: all. It spares them work
 
-    def known(self, b: int) -> tuple[int, int | None]:
-        """(the sequence of row b of a pass, how many of its first rows will surely be kept; None: all)."""
-        return b, self.sure
+    def known(self, rows: int) -> list[tuple[int, int | None, int | None]]:
+        """For each of the ``rows`` sequences of a pass: its number here; how many of its rows are real, the first ones (None: all); how
+        many of these will surely be kept (None: all).
+        """
+        return [(b, None, self.sure) for b in range(rows)]
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> list[Segment]:
         """Append rows, [B, h, N, d] each. Returns all segments of the layer, oldest first."""

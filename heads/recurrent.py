@@ -38,7 +38,8 @@ class State(NamedTuple):
 class Call(NamedTuple):
     """Chains of rows that every recurrent layer reads side by side."""
 
-    reads_CL: Tensor  # the rows of memory, counted over all sequences
+    sequences_CL: Tensor  # the sequence of the pass,
+    reads_CL: Tensor  # and the row of its memory
     starts: list[State] | None  # what each chain continues; None: each chain begins a text
     outputs: Tensor  # which of the C * L outputs are wanted,
     rows: Tensor  # and the rows of the pass [B * N] whose outputs they are
@@ -116,11 +117,11 @@ def reading(
 def _read(mixer: Mixer, forward: Callable[..., Tensor], calls: Sequence[Call], memory: Memory, hidden_states: Tensor, **_: Any) -> Tensor:
     """The output [B, N, D] of a recurrent layer. ``forward``: its own. A mask and a cache are ignored: the calls stand for both."""
     x_BND, place, device = hidden_states, mixer.place, hidden_states.device
-    rows_D = joined(memory.write(place, x_BND[:, None], x_BND[:, None, :, :0]))[0].flatten(0, 2)
+    rows_BMD = joined(memory.write(place, x_BND[:, None], x_BND[:, None, :, :0]))[0][:, 0]
     out_RD = torch.zeros_like(x_BND).flatten(0, 1)
     for call in calls:
         cache = _OneLayer(mixer.module.layer_idx, [state.layers[place] for state in call.starts or ()])
-        x_CLD = rows_D[call.reads_CL.to(device)].to(x_BND.dtype)
+        x_CLD = rows_BMD[call.sequences_CL.to(device), call.reads_CL.to(device)].to(x_BND.dtype)
         y_CLD = mixer.run(forward, x_CLD, cache if call.starts or call.ends else None)
         out_RD = out_RD.index_copy(0, call.rows.to(device), y_CLD.flatten(0, 1)[call.outputs.to(device)])
         for i, end in enumerate(call.ends or ()):
@@ -174,7 +175,8 @@ def packed(sees: ChainSees, positions_BN: Tensor) -> list[Call]:
     for length in lengths:
         by_size[length.bit_length()].append((first, length))
         first += length
-    return [_call([list(range(at, at + n)) for at, n in some], [list(range(at, at + n)) for at, n in some]) for some in by_size.values()]
+    chains = [[list(range(at, at + n)) for at, n in some] for some in by_size.values()]
+    return [_call(some, some, N) for some in chains]
 
 
 def planned(seen_BNM: Tensor, keys_BM: Tensor, memory: Memory) -> tuple[list[Call], dict[int, list[State]]]:
@@ -183,13 +185,15 @@ def planned(seen_BNM: Tensor, keys_BM: Tensor, memory: Memory) -> tuple[list[Cal
     ``seen_BNM``: row n sees row m of memory; row 0 of the pass is the root row, which all later rows see. ``keys_BM``: positions of the
     rows in memory. Each sequence reads what its saved state lacks up to the last row that is surely kept, then every branch.
     """
-    (_, N, M), states = seen_BNM.shape, dict[int, list[State]]()
+    (B, N, M), states = seen_BNM.shape, dict[int, list[State]]()
+    seen_BNM, keys_BM = seen_BNM.cpu(), keys_BM.cpu()
     trunks = defaultdict[tuple[int, bool], list[tuple[list[int], list[int], State | None, State]]](list)
     branches: list[tuple[list[int], list[int], State]] = []
-    for b, (seen_NM, keys_M) in enumerate(zip(seen_BNM.cpu(), keys_BM.cpu(), strict=True)):
-        sequence, sure = memory.known(b)
-        kept, slots, paths = paths_of(seen_NM, keys_M)
-        sure = (N if len(paths) == 1 else 1) if sure is None else sure
+    for b, (sequence, real, sure) in enumerate(memory.known(B)):
+        if real == 0:
+            continue
+        kept, slots, paths = paths_of(seen_BNM[b, :real], keys_BM[b])
+        sure = (len(paths[0]) if len(paths) == 1 else 1) if sure is None else sure
         start = next((state for state in reversed(memory.states.get(sequence, [])) if state.rows <= len(kept)), None)
         end = State(len(kept) + sure, {})
         states[sequence] = [end] if start is None else [start, end]
@@ -200,10 +204,10 @@ def planned(seen_BNM: Tensor, keys_BM: Tensor, memory: Memory) -> tuple[list[Cal
     calls = []
     for some in trunks.values():
         reads, rows, starts, ends = (list(x) for x in zip(*some, strict=True))
-        calls.append(_call(reads, rows, None if starts[0] is None else starts, ends))
+        calls.append(_call(reads, rows, M, None if starts[0] is None else starts, ends))
     if branches:
         reads, rows, ends = (list(x) for x in zip(*branches, strict=True))
-        calls.append(_call(reads, rows, ends))
+        calls.append(_call(reads, rows, M, ends))
     return calls, states
 
 
@@ -226,11 +230,13 @@ def paths_of(seen_NM: Tensor, keys_M: Tensor) -> tuple[list[int], list[int], lis
     return kept, list(row_of), [[row_of[slot] for slot in way] for way in ways if way[-1] not in inner]
 
 
-def _call(reads: list[list[int]], rows: list[list[int]], starts: Any = None, ends: Any = None) -> Call:
-    """A call of these chains. ``rows``: the rows of the pass at the end of each chain; a row that is on several chains is taken once."""
+def _call(reads: list[list[int]], rows: list[list[int]], M: int, starts: Any = None, ends: Any = None) -> Call:
+    """A call of these chains. ``reads``: row m of sequence b in memory is number b * M + m. ``rows``: the rows of the pass at the end of
+    each chain, numbered likewise; a row that is on several chains is taken once.
+    """
     longest, taken = max(map(len, reads)), dict[int, int]()
     for i, (chain, its) in enumerate(zip(reads, rows, strict=True)):
         for j, row in enumerate(its, start=len(chain) - len(its)):
             taken.setdefault(row, i * longest + j)
-    padded = [[*chain, *chain[-1:] * (longest - len(chain))] for chain in reads]
-    return Call(torch.tensor(padded), starts, torch.tensor(list(taken.values())), torch.tensor(list(taken)), ends)
+    padded_CL = torch.tensor([[*chain, *chain[-1:] * (longest - len(chain))] for chain in reads])
+    return Call(padded_CL // M, padded_CL % M, starts, torch.tensor(list(taken.values())), torch.tensor(list(taken)), ends)

@@ -39,6 +39,7 @@ class FixedMemory(Memory):
         self.stacks: list[Tensor] = []  # [buffers, B, h, S, d] each: the same storage as the layers
         self.spare: dict[tuple[object, ...], list[Tensor]] = {}  # buffers of the stacks that no layer has taken yet
         self.loading: Tensor | None = None  # the sequences whose prompts are being read, [n, 1]; None in a round
+        self.active_B: Tensor | None = None  # 1 where a sequence decodes; None: all do
         self.written = 0  # rows that a layer wrote in the current pass over prompts
         self.use(batch, capacity, 0)
 
@@ -46,9 +47,14 @@ class FixedMemory(Memory):
         """Set what the next passes see: the first ``sequences`` sequences, ``padded_length`` kept rows, and scratch for ``nodes`` rows."""
         self.sequences, self.padded_length, self.nodes, self.node_slot = sequences, padded_length, nodes, -1
 
-    def known(self, b: int) -> tuple[int, int | None]:
-        """In a round, the root row is kept whatever the target says of the nodes. Of a prompt, all rows but the padding are kept."""
-        return (b, 1) if self.loading is None else (int(self.loading[b]), self.real[b])
+    def known(self, rows: int) -> list[tuple[int, int | None, int | None]]:
+        """Of a prompt's piece all real rows are kept. In a round, the root row is kept whatever the target says of the nodes; sequences
+        that do not decode have no real rows in it, and may have more kept rows than ``padded_length``.
+        """
+        if self.loading is not None:
+            return [(place, real, real) for place, real in zip(self.loading[:, 0].tolist(), self.real, strict=True)]
+        decode = [1] * rows if self.active_B is None else self.active_B[:rows].tolist()
+        return [(b, None if active else 0, 1) for b, active in enumerate(decode)]
 
     def load(self, places: Sequence[int], kept: Sequence[int], rows: int, real: Sequence[int] = ()) -> Sees:
         """Prepare for reading ``rows`` rows of prompt in each of these sequences, after the ``kept`` rows of each. Returns the rule of
@@ -71,7 +77,7 @@ class FixedMemory(Memory):
             for buffer in pairs[0]:
                 buffer[goal, :, self.scratch : self.scratch + rows] = buffer[source, :, self.scratch : self.scratch + rows]
         self.kept_B[goal] = rows
-        self.states[goal] = list(self.states.get(source, ()))
+        self.states.pop(goal, None)  # what recurrent layers saved of it is of another text
 
     def _new_buffers(self, layer: int, k: Tensor, v: Tensor) -> Segment:
         """Buffers for keys and values like these of one layer, out of their device's stack. (A layer below 0 is none of the model's.)"""

@@ -73,6 +73,7 @@ class Rounds:
         whole: dict[str, Any] = {"dtype": torch.int64, "device": self.device}
         # per sequence: the last token, the seed, 1 while it decodes, how many rows wait, the position before which it must not end
         self.token_B, self.seed_B, self.active_B, self.waiting_B, self.hold_B = (torch.zeros(sequences, **whole) for _ in range(5))
+        self.cache.active_B = self.active_B
         self.read_BA, self.chosen_BA = (torch.zeros(sequences, self.waits + self.path, **whole) for _ in range(2))
         self.states: dict[int, Tensor] = {}  # tap -> the waiting rows' states
         self.warps = columns([settings_of(SamplingParams())] * sequences, self.device)

@@ -152,6 +152,27 @@ def test_batches_with_prompts_in_pieces_and_shared_beginnings(architecture: str,
     assert [row.tokens for row in found] == [generate(target, None, prompt, new_tokens=9).tokens for prompt in prompts]
 
 
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "nemotron_h"])
+def test_a_long_prompt_waits_while_a_short_text_decodes(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rounds of the short one see fewer rows than the long one has. They must not touch what was saved of it."""
+    monkeypatch.setattr(engine, "CHUNK", 66)
+    target, prompts = TARGET(architecture), [random_tokens(140, 1), random_tokens(20, 2)]
+    made = engine.Engine(target, None, sequences=2, max_length=180)
+    rows = [made.add_request(prompt, new_tokens=20, stop_ids=()) for prompt in prompts]
+    while made.active:
+        made.step()
+    for row, prompt in zip(rows, prompts, strict=True):
+        assert row.tokens == generate(target, None, prompt, new_tokens=20, stop_ids=()).tokens
+
+
+def test_the_last_piece_of_a_prompt_may_end_where_the_memory_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is padded beyond the end of the buffers, where several rows of padding share one place."""
+    monkeypatch.setattr(engine, "CHUNK", 66)
+    target, prompt = TARGET("lfm2"), random_tokens(99, 1)
+    found = engine.Engine(target, None, sequences=1, max_length=109).run([prompt], new_tokens=10, sampling=[SamplingParams()], stop_ids=())
+    assert [row.tokens for row in found] == [generate(target, None, prompt, new_tokens=10, stop_ids=()).tokens]
+
+
 def test_kept_rows_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A round reads the rows that were kept since the last root row, its own root row, and its nodes."""
     target, rows = TARGET("lfm2"), list[int]()
