@@ -8,11 +8,21 @@ from typing import Any, NamedTuple
 
 import torch
 
+from headstart.inference.decoding.info import rotations
 from headstart.inference.decoding.said import Said
 from headstart.inference.decoding.sampling import LogitsWarper
+from headstart.inference.decoding.target import Target
 
 MOST_GRAPHS = 512  # of one engine; then the oldest is dropped, so that the many settings and lengths of clients do not fill the device
 Key = tuple[Any, tuple[int, ...]]  # the kind of a round, and the flags of its sampling (``flags_of``)
+
+
+def can_capture(target: Target) -> bool:
+    """Whether rounds with this target may become graphs. A graph spans one device, and nothing in it may wait for that device, as the plans
+    of recurrent layers do, and rotations that depend on the longest position of a pass.
+    """
+    turns = any(rope.get("rope_type") in ("dynamic", "longrope") for rope in rotations(target.config))
+    return target.device.type == "cuda" and not (target.spread or target.reader.mixers or turns)
 
 
 class Captured(NamedTuple):

@@ -21,11 +21,10 @@ from torch import Tensor
 
 from headstart.heads.base import Drafter, Roots
 from headstart.heads.errors import first_line, warn_once
-from headstart.inference.decoding.capture import Captured, Graphs
+from headstart.inference.decoding.capture import Captured, Graphs, can_capture
 from headstart.inference.decoding.counter_rng import CounterRNG
 from headstart.inference.decoding.fixed import FixedMemory
 from headstart.inference.decoding.growth import grow
-from headstart.inference.decoding.info import rotations
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.said import Said, likeliest
 from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams, columns, hold_stops, settings_of, wide
@@ -59,9 +58,7 @@ class Rounds:
         self.target, self.drafter, self.rule, self.device = target, drafter, rule, target.device
         self.path = 1 + max((p.depth for p in trees), default=0)  # P
         self.waits = max(self.path, waits)  # A
-        # A graph spans one device, and nothing in it waits for the device, as the plans of recurrent layers and these rotations do.
-        stalls = bool(target.reader.mixers) or any(rope.get("rope_type") in ("dynamic", "longrope") for rope in rotations(target.config))
-        can = (self.device.type == "cuda" and not target.spread and not stalls) if graphs is None else graphs
+        can = can_capture(target) if graphs is None else graphs
         self.graphs = Graphs(self.device) if can else None
         self.looks = self.device.type == "cpu" and not can  # reading a value costs nothing on a CPU, so rows that nobody needs are skipped
         self.positions = min(target.shape.max_positions, target.rope_switch or target.shape.max_positions)  # every position is below this
