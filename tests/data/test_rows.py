@@ -15,7 +15,7 @@ import pytest
 from headstart.data import rows as rows_module
 from headstart.data.prompts import fitting
 from headstart.data.prompts import read as read_prompts
-from headstart.data.rows import file_rows, kept, parsed, read_text, rows, tell
+from headstart.data.rows import each, file_rows, kept, lines, parsed, read_text, rows, tell
 from headstart.data.source import open_source
 from headstart.data.text import texts
 from headstart.heads.errors import UserError
@@ -61,6 +61,51 @@ def test_an_array_is_read_as_it_is_needed(tmp_path: Path, monkeypatch: pytest.Mo
     assert [next(it).value["n"] for _ in range(900)] == list(range(900))
     with pytest.raises(UserError, match=r"long\.json item 1001: not JSON \(Expecting value\)$"):
         list(it)
+
+
+@pytest.mark.parametrize("block", [9, 10, 1000])  # 9: what follows lies in another block
+def test_what_follows_an_array_is_refused(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows_module, "BLOCK", block)
+    path = tmp_path / "some.json"
+    path.write_text('[{"a": 1}]'.replace(" ", "") + "x")
+    with pytest.raises(UserError, match="something follows its array"):
+        found(path)
+
+
+def test_the_place_of_a_line_is_where_it_begins_in_the_file(tmp_path: Path) -> None:
+    content = b'{"a": 1}  \r\n\n   \n {"b": 2}\n{"c": 3}'
+    path = tmp_path / "some.jsonl"
+    path.write_bytes(content)
+    with path.open("rb") as file:
+        seen = list(lines(path, file))
+    assert [number for _, number, _ in seen] == [1, 4, 5] and all(content[at : at + len(line)] == line for at, _, line in seen)
+
+
+@pytest.mark.parametrize(
+    ("most", "limit", "good", "told"),
+    [
+        (None, None, [0, 2, 3, 5], "dropped 2 of 6 rows"),
+        (2, None, [0, 2], "dropped 1 of 3 rows"),
+        (None, 3, [0, 2], "dropped 1 of 3 rows"),
+        (1, 5, [0], None),
+    ],
+)
+def test_as_many_rows_are_read_as_are_asked_for(
+    most: int | None, limit: int | None, good: list[int], told: str | None, tmp_path: Path
+) -> None:
+    """``most`` of those that are good, or ``limit`` of any kind; what lies behind them is not looked at."""
+    path, looked, notes = tmp_path / "some.jsonl", list[int](), list[str]()
+    path.write_text("\n".join(json.dumps({"i": i}) for i in range(6)))
+
+    def read(row: dict[str, Any]) -> int:
+        looked.append(row["i"])
+        if row["i"] in (1, 4):
+            raise BadRow("no")
+        return int(row["i"])
+
+    made = [i for _, i in each(str(path), "train", "", "skip", read, "rows", notes, most=most, limit=limit)]
+    assert made == good and looked == [*range(6 if told and "of 6" in told else 3 if told else 1)]
+    assert [note.partition(": ")[2].partition(",")[0] for note in notes] == ([told] if told else [])
 
 
 def test_no_array_passes_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
