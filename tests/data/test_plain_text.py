@@ -80,6 +80,13 @@ def test_what_is_held_out_is_drawn_by_the_seed(corpus: Path) -> None:
         assert len(held) == 2 and not {t.name for t in train} & {t.name for t in held}  # a twentieth of the characters, in whole documents
 
 
+@pytest.mark.parametrize("characters", [[1, 1000], [3, 1, 1000, 2]])
+def test_something_is_always_left_to_train_on(characters: list[int]) -> None:
+    """Although all documents but one are less than a twentieth of the text, whichever are drawn first."""
+    held = [text_module._held("corpus", characters, seed) for seed in range(40)]
+    assert all(0 < len(each) < len(characters) for each in held) and any(2 in each or 1 in each for each in held)
+
+
 def test_of_a_large_corpus_no_more_is_held_out_than_is_of_use(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A twentieth of it would be two texts."""
     whole = read(corpus)[1]
