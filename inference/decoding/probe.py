@@ -44,8 +44,9 @@ def check_driven(target: Target) -> None:
     except UserError:
         raise
     except Exception as e:  # any error: the model's code is not ours, and was not made for this
+        instead = "take target.device=fsdp (in training), or another target" if target.tensor > 1 else "take another target"
         raise UserError(f"{target.name}: its decoder cannot be driven from outside, {type(e).__name__} at "
-                        f"{first_line(e)}: take another target") from e  # fmt: skip
+                        f"{first_line(e)}: {instead}") from e  # fmt: skip
 
 
 def _check_head(target: Target) -> None:
