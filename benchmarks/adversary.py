@@ -1,6 +1,6 @@
 """Attacks the commands: wrong input, kills at any moment, full disks, and files that were changed on disk.
 
-    python benchmarks/adversary.py            # some 20 minutes on two CPU cores; writes benchmarks/results/adversary.json
+    python benchmarks/adversary.py            # some 15 minutes on two CPU cores; writes benchmarks/results/adversary.json
     python benchmarks/adversary.py --quick    # a few of each kind, a minute; writes only to --out
 
 traceback: the command did not end with lines that say what is wrong. silent: wrong input was accepted and changed the result. lost:
