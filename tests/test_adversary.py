@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import adversary
+from benchmarks import adversary, faults
 from benchmarks.attacks import doors, folders, killing, runs
 from benchmarks.attacks.outcome import TRACE, Called, Outcome, judged
 from benchmarks.attacks.world import World, build, equal, weights
@@ -44,7 +44,6 @@ def attacks(world: World) -> dict[str, Iterator[Outcome]]:
         "typed": doors.typed(world, every=8),
         "requests": doors.sent(world, every=25),
         "kills": runs.kills(world, count=1, seed=1),
-        "two processes": runs.two_processes(world, count=4, seed=1),
         "disks": runs.full(world, count=1, seed=1),
         "checkpoints": folders.checkpoints(world, every=80, seed=1),
         "speculators": folders.speculators(world, every=9, seed=1),
@@ -56,7 +55,7 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-DEAR = ("kills", "two processes", "disks", "lines", "checkpoints", "folders")
+DEAR = ("kills", "disks", "lines", "checkpoints", "folders")
 
 
 @pytest.mark.parametrize("kind", [slow(kind) if kind in DEAR else kind for kind in attacks(World(Path()))])
@@ -94,14 +93,11 @@ def broken(*_: Any, **__: Any) -> Any:
         slow("checkpoints", "headstart.trainers.checkpoint.check_files", lambda *_: None, "silent"),
         slow("shards", "headstart.data.shards.open_file", unhashed, "silent"),
         slow("kills", "headstart.trainers.arm.resumable", lambda *_: None, "lost"),
-        slow("two processes", "headstart.trainers.arm.resumable", lambda *_: None, "lost"),
-        slow("two processes", "benchmarks.attacks.killing.Thing.same", lambda *_: False, "lost"),
     ],
 )
 def test_it_finds_what_is_worse(kind: str, place: str, worse: Any, finds: str, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     more = {"checkpoints": folders.checkpoints(world, every=10, seed=1), "shards": folders.shards(world, every=1, seed=1),
-            "kills": until(finds, runs.kills(world, count=10, seed=2)), "lines": doors.lines(world, every=11),
-            "two processes": until(finds, runs.two_processes(world, count=12, seed=2))}  # fmt: skip
+            "kills": until(finds, runs.kills(world, count=10, seed=2)), "lines": doors.lines(world, every=11)}  # fmt: skip
     monkeypatch.setattr(place, worse)
     assert finds in came((attacks(world) | more)[kind])
 
@@ -153,8 +149,22 @@ def test_it_tries_enough() -> None:
     assert len(doors.HOSTILE) + names + files >= 250
     sections = adversary.sections(quick=False)
     assert sections["kills"].keywords["count"] + sections["commands killed"].keywords["count"] >= 20  # type: ignore[attr-defined]
-    assert sections["two processes"].keywords["count"] >= 20  # type: ignore[attr-defined]
     assert len(folders.MUTATIONS) >= 40 and all(part.keywords.get("every", 1) == 1 for part in sections.values())  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+def test_kills_cost_nothing_and_it_would_be_seen(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One round of ``benchmarks/faults.py``, and one that takes everything for another."""
+    out = tmp_path / "faults.json"
+    monkeypatch.setattr(faults, "build", lambda _: World(tmp_path / "world"))
+    (tmp_path / "world").symlink_to(world.folder)
+    assert faults.main(["--kills", "3", "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert (
+        found["kills"] >= 3 and found["lost"] == 0 and found["bit_equal"] and sum(row["kills"] for row in found["rows"]) == found["kills"]
+    )
+    monkeypatch.setattr(killing.Thing, "same", lambda *_: False)
+    assert faults.main(["--kills", "1", "--out", str(out)]) == 1 and json.loads(out.read_text())["lost"]
 
 
 @pytest.mark.slow

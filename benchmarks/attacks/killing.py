@@ -30,6 +30,7 @@ class Ended(NamedTuple):
     codes: list[int]
     said: str
     seconds: float
+    kills: int  # kills that came before it had ended
 
 
 def started(
@@ -53,7 +54,7 @@ def started(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.close(write)
     os.set_blocking(read, False)
-    codes, due, told, said = dict[int, int](), sorted(kills), 0.0, b""
+    codes, due, came, told, said = dict[int, int](), sorted(kills), 0, 0.0, b""
     with open(read, "rb", buffering=0) as pipe:  # noqa: PTH123 - a handle
         while len(codes) < processes:
             said += pipe.read() or b""
@@ -65,6 +66,7 @@ def started(
                 _, rank, number = due.pop(0)
                 if children[rank] in left:
                     os.kill(children[rank], number)
+                    came += 1
             if any(codes.values()) and left and not told:  # end the others, as launchers do (door/launch.py)
                 told = now
                 for child in left:
@@ -74,7 +76,7 @@ def started(
                     os.kill(child, signal.SIGKILL)
             time.sleep(0.002)
         said += pipe.read() or b""
-    return Ended([codes[child] for child in children], said.decode(errors="replace"), time.monotonic() - start)
+    return Ended([codes[child] for child in children], said.decode(errors="replace"), time.monotonic() - start, came)
 
 
 def play(name: str, words: Sequence[str], folder: Path, write: int, before: Callable[[], None] | None) -> None:
@@ -144,20 +146,20 @@ def thing(world: World, name: str, door: str, words: Callable[[Path], list[str]]
     return Thing(name, door, words, processes, whole or out, ended.seconds)
 
 
-def killed(it: Thing, place: Path, dice: random.Random, signals: Sequence[signal.Signals]) -> Outcome:
-    """Kill it one to three times, then let it finish: the result must be that of an undisturbed run."""
-    out, said, how, newest = place / "out", "", list[str](), 0
+def killed(it: Thing, place: Path, dice: random.Random, signals: Sequence[signal.Signals] = SIGNALS) -> tuple[int, Outcome]:
+    """Kill it one to three times, then let it finish: the result must be that of an undisturbed run. Also returns the kills in time."""
+    out, said, how, newest, kills = place / "out", "", list[str](), 0, 0
     ends = {*ENDS} - {2} if it.processes == 1 else {*ENDS}
 
-    def came(what: str, why: str = "") -> Outcome:
-        return Outcome(f"{it.name}: {', '.join(how)}", what, f"{said}\n{why}" if why else "")
+    def came(what: str, why: str = "") -> tuple[int, Outcome]:
+        return kills, Outcome(f"{it.name}: {', '.join(how)}", what, f"{said}\n{why}" if why else "")
 
     for _ in range(dice.choice((1, 1, 2, 3))):
         number, rank, after = dice.choice(signals), dice.randrange(it.processes), dice.uniform(0.02, 1.05) * it.seconds
         again = [(after + dice.uniform(0, 0.1), rank, number)] if number == signal.SIGINT and dice.random() < 0.3 else []
         how.append(f"{number.name}{' twice' * bool(again)} after {after:.2f} s")
         ended = started(it.door, it.words(out), place, it.processes, [(after, rank, number), *again])
-        said = f"{said}\n--- {how[-1]}: {ended.codes}\n{ended.said}"
+        kills, said = kills + ended.kills, f"{said}\n--- {how[-1]}: {ended.codes}\n{ended.said}"
         if TRACE in ended.said or not {*ended.codes} <= ends:
             return came("traceback", "it did not end as it should")
         if it.door == "train":

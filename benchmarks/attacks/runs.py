@@ -11,11 +11,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator
 from functools import partial
-from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
 
 from benchmarks.attacks.killing import SIGNALS, Thing, killed, started, steps_of, thing
 from benchmarks.attacks.outcome import TRACE, Outcome
@@ -26,37 +24,19 @@ BY_SIGNAL = {-s for s in SIGNALS} | {130, 143, 137}  # exit codes of commands th
 
 
 def kills(world: World, count: int, seed: int) -> Generator[Outcome, None, None]:
+    dice, known = random.Random(seed), dict[str, Thing]()
     made = {
         "train": ("train", world.run, world.folder / "run"),
         "capture": ("data", world.shards, world.folder / "shards"),
         "regenerate": ("data regenerate", world.answers, world.folder / "answers.jsonl"),
     }
-    names = ["train" if i % 3 != 2 else ("capture", "regenerate")[i // 3 % 2] for i in range(count)]
-    yield from _killed(world, made, names, random.Random(seed), SIGNALS)
-
-
-def two_processes(world: World, count: int, seed: int) -> Generator[Outcome, None, None]:
-    """SIGKILL to one of two processes: of a capture, whose files are those of one process, and of trainings in three parallel modes."""
-
-    def train(mode: str, out: Path) -> list[str]:
-        return world.run(out, "report=none", f"parallel={mode}")
-
-    made: dict[str, tuple[Any, ...]] = {"capture, 2 processes": ("data", world.shards, world.folder / "shards", 2)}
-    made |= {f"train {mode}, 2 processes": ("train", partial(train, mode), None, 2) for mode in ("ddp", "zero1", "fsdp")}
-    yield from _killed(world, made, list(islice(cycle(made), count)), random.Random(seed), [signal.SIGKILL])
-
-
-def _killed(
-    world: World, made: Mapping[str, tuple[Any, ...]], names: Sequence[str], dice: random.Random, signals: Sequence[signal.Signals]
-) -> Generator[Outcome, None, None]:
-    """Kill each of these, in this order. ``made``: what `thing` needs to know of each name."""
-    known = dict[str, Thing]()
-    for i, name in enumerate(names):
+    for i in range(count):
+        name = "train" if i % 3 != 2 else ("capture", "regenerate")[i // 3 % 2]
         known[name] = known.get(name) or thing(world, name, *made[name])
         place = world.folder / f"killed-{i}"
         place.mkdir()
         try:
-            yield killed(known[name], place, dice, signals)
+            yield killed(known[name], place, dice)[1]
         finally:
             shutil.rmtree(place)
 
