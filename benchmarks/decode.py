@@ -9,7 +9,9 @@ Planted pair (planted.py, pair.py): a random Llama of 128M weights in bf16, whos
 both sides are tried on separate prompts; the fastest of each side is then measured, and its fastest repeat counts. Our models are
 prepacked (heads/prepack.py, heads/native.cpp), as in normal decoding; transformers has the models as it loads them.
 
-- ``vs_hf_assisted``: seconds of transformers' assisted generation over ours, prompts included, with the same pair and new tokens.
+- ``vs_hf_assisted``: seconds of transformers' assisted generation over ours, prompts included, with the same pair and new tokens;
+  ``vs_hf_assisted_default``: with its default settings (20 guesses, fewer if the drafter is not confident);
+  ``vs_hf_assisted_not_prepacked``: with our models not prepacked either.
 - A plain step is one pass of one row through the target's layers, its head and the arg-max.
 - ``v``: a pass over a tree, by its number of nodes (nodes + 1 rows), over the plain step.
 - ``c``: one level of drafting over the plain step: the drafter's pass over the rows expanded at a level, its head over them, and their
@@ -27,7 +29,9 @@ num_return_sequences.
 Versus (versus.py): tokens per second of single sequences. The sides take turns on every prompt; of the ratios per round over all prompts
 the median counts. ``plain_tiny_over_generate``, ``plain_pair_over_generate``: over transformers with unchanged weights. With --vllm
 ``plain_tiny_over_vllm``, ``drafted_tiny_over_vllm``, ``plain_pair_over_vllm``, ``drafted_pair_over_vllm``: over the fastest of vLLM's
-settings; our drafted side is ``decode=auto``. ``speedup_tiny_t1``: decode=auto over plain decoding, at temperature 1.
+settings; our drafted side is ``decode=auto``. ``auto_over_best_fixed``: decode=auto over the shape that the tuner finds fastest here
+(inference/reports/tune.py, on other prompts). ``speedup_tiny_t1``, ``auto_over_best_fixed_t1``: at temperature 1, over plain decoding, and
+over the best of plain decoding and two chains.
 
 ``parts``: the origin of each part.
 """
@@ -52,9 +56,9 @@ from benchmarks.frame import RESULTS, ROOT, keep, origin, parser
 from headstart.inference.speculator import open_speculator
 
 VERSUS = ["plain_tiny_over_vllm", "drafted_tiny_over_vllm", "plain_pair_over_vllm", "drafted_pair_over_vllm", "plain_tiny_over_generate",
-          "plain_pair_over_generate", "speedup_tiny_t1"]  # fmt: skip
+          "plain_pair_over_generate", "auto_over_best_fixed", "auto_over_best_fixed_t1", "speedup_tiny_t1"]  # fmt: skip
 PARTS = {  # part -> its function, which returns figures
-    "planted": ["vs_hf_assisted", "efficiency", "v", "c"],
+    "planted": ["vs_hf_assisted", "vs_hf_assisted_default", "vs_hf_assisted_not_prepacked", "efficiency", "v", "c"],
     "tiny": ["speedup_tiny"],
     "many": ["prefill_64x8_over_generate", "choices_8_over_generate"],
     "versus": VERSUS,

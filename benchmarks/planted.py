@@ -38,6 +38,7 @@ ASSISTED: list[dict[str, Any]] = [
         (2, "constant", 0.0), (3, "constant", 0.0), (4, "constant", 0.0), (6, "constant", 0.0), (4, "heuristic", 0.0), (8, "constant", 0.4)
     )
 ]  # fmt: skip
+DEFAULT = {"num_assistant_tokens": 20, "num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.4}
 
 
 DIAL = 0.05  # gives an acceptance near 0.6; the lower it is, the more a tree gains over a chain
@@ -88,7 +89,9 @@ def measure(quick: bool) -> dict[str, Any]:
         "plain": plain,
         "ours": lambda prompt: watch.over(proposer, prompt, new_tokens, policy),
         "ours, auto": dynamic(target, proposer, AUTO, new_tokens),
+        "ours, not prepacked": dynamic(stock, Drafting(stock_drafter), policy, new_tokens),
         "assisted": transformers(stock, new_tokens, lm, how),
+        "assisted, default settings": transformers(stock, new_tokens, lm, DEFAULT),
         "plain, static": static(target, None, None, new_tokens),
         "ours, static": static(target, drafter, policy, new_tokens),
         "generate": transformers(stock, new_tokens),
@@ -103,6 +106,8 @@ def measure(quick: bool) -> dict[str, Any]:
     best = min(("ours", "ours, static", "ours, auto"), key=took.__getitem__)
     return {
         "vs_hf_assisted": took["assisted"] / took[best],
+        "vs_hf_assisted_default": took["assisted, default settings"] / took[best],
+        "vs_hf_assisted_not_prepacked": took["assisted"] / took["ours, not prepacked"],
         "efficiency": speedup / (tau / cost),
         "v": {str(nodes): ratio for nodes, ratio in v.items()},
         "c": c,

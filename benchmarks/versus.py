@@ -25,6 +25,7 @@ from headstart.inference.decoding.policy import TreePolicy, fit_depth
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.reports import prior
+from headstart.inference.reports.tune import tune
 from headstart.inference.settings import open_decode
 from headstart.inference.speculator import open_speculator
 
@@ -58,11 +59,12 @@ def measure(speculator: Path, python: str | None, threads: int, quick: bool) -> 
         speeds = plain["tokens_per_second"]
         return [max(plain["vllm"], key=speeds.__getitem__).endswith(INTEL)] if quick and plain["vllm"] else both
 
-    count, rounds = (3, 3) if quick else (8, 7)
+    count, rounds, tuning = (3, 3, 4) if quick else (8, 7, 16)
     target, stock = open_tiny(True), open_tiny(False)
     drafter, decode = open_speculator(speculator, target), open_decode(settings("inference", "decode=auto")["decode"])
     guesser, auto, new_tokens = Drafting(drafter), fit_depth(decode.policy, drafter), decode.new_tokens
-    asked = Asked(held_out(target, count), new_tokens, target.stop_ids, rounds)
+    some = held_out(target, count + tuning)
+    asked = Asked(some[:count], new_tokens, target.stop_ids, rounds)
     given = {"model": str(Path(target.name).resolve()), "dtype": "float32", "max_model_len": target.shape.max_positions}
     eagle = {"method": "eagle3", "model": str(speculator.resolve())}
 
@@ -70,14 +72,19 @@ def measure(speculator: Path, python: str | None, threads: int, quick: bool) -> 
     entry = compared("plain_tiny", plain, asked, dict(engines(given, None, both)))
     yield {"plain_tiny_over_generate": entry["over"]["ours"]["generate"], "plain_tiny_over_vllm": over_vllm(entry), "versus": found}
 
-    ours = {"auto": dynamic(target, guesser, auto, new_tokens)}
+    best = fixed_by_tuner(tune(target, drafter, some[count:], sequences=1, new_tokens=64))
+    ours = {"auto": dynamic(target, guesser, auto, new_tokens), "tuned": dynamic(target, guesser if best else None, best, new_tokens)}
     entry = compared("drafted_tiny", ours, asked, dict(engines(given, eagle, drafted_by(entry))))
-    yield {"drafted_tiny_over_vllm": over_vllm(entry), "versus": found}
+    entry["tuned"] = best and vars(best)
+    yield {"auto_over_best_fixed": entry["over"]["auto"]["tuned"], "drafted_tiny_over_vllm": over_vllm(entry), "versus": found}
 
     warm = SamplingParams(temperature=1.0, rule=decode.sampling.rule)
-    ours = {"auto": dynamic(target, guesser, auto, new_tokens, warm), "plain": dynamic(target, None, None, new_tokens, warm)}
+    shapes = {"auto": auto, "chain of 4": TreePolicy("chain", depth=4), "chain of 6": TreePolicy("chain", depth=6)}
+    ours = {name: dynamic(target, guesser, shape, new_tokens, warm) for name, shape in shapes.items()}
+    ours["plain"] = dynamic(target, None, None, new_tokens, warm)
     entry = compared("sampled_tiny", ours, asked, {})
-    yield {"speedup_tiny_t1": entry["over"]["auto"]["plain"], "versus": found}
+    best_fixed = min(ratio for name, ratio in entry["over"]["auto"].items() if name != "auto")
+    yield {"speedup_tiny_t1": entry["over"]["auto"]["plain"], "auto_over_best_fixed_t1": best_fixed, "versus": found}
 
     with tempfile.TemporaryDirectory() as folder:
         (model, lm), (target, drafter) = planted.open_pair()
@@ -160,6 +167,12 @@ def over_vllm(entry: Entry) -> float | None:
     """The speed of our first side over the fastest of vLLM's engines; None without engines."""
     first = next(iter(entry["over"].values()))
     return min((first[name] for name in entry["vllm"]), default=None)
+
+
+def fixed_by_tuner(tuned: dict[str, Any]) -> TreePolicy | None:
+    """The tree that the tuner found fastest for one sequence; None: no drafting."""
+    tree = tuned["plans"]["alone"]["tree"]
+    return None if tree is None else TreePolicy(**tree | {"paths": tuple(map(tuple, tree["paths"]))})
 
 
 def show(name: str, entry: Entry) -> None:
