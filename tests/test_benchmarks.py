@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import alternatives, decode, drafters, exactness, frame, growth, planted, tiny, train_gpu, versus
+from benchmarks import alternatives, decode, drafters, exactness, frame, growth, planted, step_memory, tiny, train_gpu, versus
 from benchmarks import rows as gpu_rows
 from benchmarks.gpu import Bench, accepting
 from benchmarks.vllm_side import Vllm
@@ -304,6 +305,18 @@ def test_the_ways_to_read_a_prompt_say_what_plain_decoding_says() -> None:
     } < found.keys()
     assert all(case["differing"] == 0 and case["compared"] == 24 for case in found.values())
     assert not any("tuned" in name for name in found)
+
+
+def test_attention_as_it_was_before_says_the_same() -> None:
+    """What the figures of memory compare with: the same gradients, of repeated keys."""
+    found = []
+    for before in (False, True):
+        step, leaves = step_memory.attention_part(24, 3, torch.float64)
+        with step_memory.as_before() if before else nullcontext():
+            step()
+        found.append([leaf.grad for leaf in leaves])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
 
 
 # ---- the fastest ----
