@@ -192,13 +192,15 @@ def planned(seen_BNM: Tensor, keys_BM: Tensor, memory: Memory) -> tuple[list[Cal
     for b, (sequence, real, sure) in enumerate(memory.known(B)):
         if real == 0:
             continue
-        kept, slots, paths = paths_of(seen_BNM[b, :real], keys_BM[b])
+        seen_NM, keys_M = seen_BNM[b, :real], keys_BM[b]
+        count = int(seen_NM[0].sum()) - 1  # kept rows; their positions are 0, 1, ...
+        start = next((state for state in reversed(memory.states.get(sequence, [])) if state.rows <= count), None)
+        kept, slots, paths = paths_of(seen_NM & (keys_M >= (0 if start is None else start.rows)), keys_M)
         sure = (len(paths[0]) if len(paths) == 1 else 1) if sure is None else sure
-        start = next((state for state in reversed(memory.states.get(sequence, [])) if state.rows <= len(kept)), None)
-        end = State(len(kept) + sure, {})
+        end = State(count + sure, {})
         states[sequence] = [end] if start is None else [start, end]
         here = [b * M + m for m in slots]
-        trunk = [b * M + m for m in kept[0 if start is None else start.rows :]] + [here[n] for n in paths[0][:sure]]
+        trunk = [b * M + m for m in kept] + [here[n] for n in paths[0][:sure]]
         trunks[len(trunk), start is not None].append((trunk, [b * N + n for n in paths[0][:sure]], start, end))
         branches += [([here[n] for n in path[sure:]], [b * N + n for n in path[sure:]], end) for path in paths if path[sure:]]
     calls = []
