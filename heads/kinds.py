@@ -15,7 +15,8 @@ from headstart.heads.errors import UserError
 from headstart.heads.visibility import ChainSees, Sees, zeros
 from headstart.heads.windows import WindowSees
 
-KINDS = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of attention
+WINDOWED = {"sliding_attention", "chunked_attention"}  # kinds of attention for which distance matters
+KINDS = {"full_attention"} | WINDOWED  # kinds of attention
 RECURRENT = {"linear_attention", "conv"}  # kinds of layers with a state, which heads/recurrent.py drives
 ALONE = {"mlp", "moe"}  # kinds of layers that read each row alone
 DRIVEN = KINDS | RECURRENT | ALONE

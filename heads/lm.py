@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from headstart.heads.driven import alone, by_rule, can_follow
 from headstart.heads.errors import UserError
-from headstart.heads.kinds import RECURRENT, as_given, kinds_of, masks, rules, seen_of
+from headstart.heads.kinds import RECURRENT, WINDOWED, as_given, kinds_of, masks, rules, seen_of
 from headstart.heads.lean import Lean, lean, stand_in
 from headstart.heads.memory import AsCache, Memory, Passing, Segment, Slots, joined
 from headstart.heads.prepack import prepack
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-POSITIONS = -1  # memory layer that stores the positions of its rows (as keys) where windows need them
+POSITIONS = -1  # memory layer that stores the positions of its rows (as keys) where windows or recurrent layers need them
 
 
 class Backbone:
@@ -41,7 +41,7 @@ class Backbone:
         self.lean: Lean | Fused | None = None
         rotates = getattr(self.config, "rope_parameters", None)
         self.table = None if rotates else getattr(self.config, "max_position_embeddings", None)  # number of learned positions; None: none
-        self.windows = kinds_of(self.config) != {"full_attention"}
+        self.windows = bool(kinds_of(self.config) & WINDOWED)
         self.mixers = mixers_of(module) if kinds_of(self.config) & RECURRENT else []
         self._follows: bool | None = None
 
@@ -144,14 +144,16 @@ class Backbone:
         if isinstance(sees, CausalSees) and sees.rows == sees.memory and memory.rows() == 0 and not self.mixers:
             return self._text(inputs, positions_BN, memory, taps)
         keys_BM = None
-        if self.windows:
+        if self.windows or self.mixers:
             keys_BM = joined(memory.write(POSITIONS, *self._as_rows(positions_BN)))[0][:, 0, :, 0]
         return self.run_by(sees, memory.rows(), keys_BM, taps, **inputs, past_key_values=AsCache(memory), use_cache=True)
 
     def run_by(
         self, sees: Sees, before: int, keys_BM: Tensor | None, taps: Collection[int], **inputs: Any
     ) -> tuple[dict[int, Tensor], Tensor]:
-        """Call the module by a rule, with ``before`` rows in memory. ``keys_BM``: positions of all rows in memory, which windows need."""
+        """Call the module by a rule, with ``before`` rows in memory. ``keys_BM``: positions of all rows in memory, which windows and
+        recurrent layers need.
+        """
         _ = self.follows  # found out now: it reads rows too
         memory = inputs["past_key_values"].memory if "past_key_values" in inputs else Passing()
         with alone(self.config), reading(self.mixers, sees, before, inputs["position_ids"], keys_BM, memory):

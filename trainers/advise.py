@@ -21,7 +21,7 @@ from rich.console import Console
 from headstart.heads import hub, seal
 from headstart.heads.base import Drafter, TargetShape
 from headstart.heads.errors import UserError, counted
-from headstart.heads.kinds import KINDS, layers_of
+from headstart.heads.kinds import WINDOWED, layers_of
 from headstart.heads.stored import read_json
 from headstart.inference.reports.render import table
 from headstart.inference.reports.report import Report
@@ -138,7 +138,7 @@ def cache_of(hf: Any, shape: TargetShape) -> dict[str, Any]:
     kinds = layers_of(text)
     each = shape.layers * layer * BF16 / len(kinds)
     cache = each * sum(kind in ("full_attention", "hybrid") for kind in kinds)
-    windowed = each * sum(kind in KINDS - {"full_attention"} for kind in kinds)
+    windowed = each * sum(kind in WINDOWED for kind in kinds)
     window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None) or 0
     return {"cache": cache, "windowed": windowed, "window": window}
 

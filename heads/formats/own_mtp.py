@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from headstart.heads.formats import causal_lm
+from headstart.heads.formats.causal_lm import read as read
 from headstart.heads.mtp_weights import INSIDE
 from headstart.heads.serving import Command, vllm
 
@@ -75,11 +76,6 @@ def config(drafter: Any) -> dict[str, Any]:
     keys = drafter.arguments["config"]
     name, count = SERVED.get(drafter.shape.model_type, (type(drafter).__name__, ""))
     return read(keys | ({count: 1} if count else {}) | {"architectures": [name]})
-
-
-def read(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys as transformers reads them, whatever version wrote them."""
-    return causal_lm.read(config)
 
 
 def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Command]:
