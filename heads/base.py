@@ -109,6 +109,7 @@ class TargetEnds:
     scaled: bool = False  # head_VD already contains the target's logit scale (granite, cohere)
     times: Callable[[Tensor, Tensor], Tensor] = product  # multiplies states by the head
     config: Any = None  # the target's transformers config, for drafters that build a layer of its kind; None where it is not at hand
+    tokenizer: Any = None  # the target's, for drafters that have another one at first; None where it is not at hand
 
     @property
     def model(self) -> Any:

@@ -1,8 +1,8 @@
 """An independent small causal language model as drafter (Leviathan et al., 2211.17192; Chen et al., 2302.01318).
 
-It is any causal LM of transformers with the target's tokenizer. It starts from a config, from a folder, or as a copy of the target's
-first layers. It is trained as a whole or by LoRA (2106.09685). LoRA is merged when it is saved, so the folder always holds an ordinary
-model.
+It is any causal LM of transformers with the target's tokenizer, or with another one that is replaced by the target's
+(heads/transplant.py). It starts from a config, from a folder, or as a copy of the target's first layers. It is trained as a whole or by
+LoRA (2106.09685). LoRA is merged when it is saved, so the folder always holds an ordinary model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.heads.base import Drafter, TargetEnds, TargetShape
-from headstart.heads.errors import UserError, first_line
+from headstart.heads.errors import UserError, first_line, warn_once
 from headstart.heads.formats.causal_lm import LOCAL, TOKENS, check_rope, quiet
 from headstart.heads.kinds import check_kinds
 from headstart.heads.lm import Backbone, stack_of
@@ -26,6 +26,7 @@ from headstart.heads.memory import Memory
 from headstart.heads.reads_tokens import ReadsTokens
 from headstart.heads.seal import keys_of
 from headstart.heads.stored import check_model, check_types, finite
+from headstart.heads.transplant import check_same, resize, tokenizer_of, transplant
 from headstart.heads.unembedding import Unembedding
 from headstart.heads.visibility import Sees
 
@@ -37,6 +38,7 @@ class DraftLm(ReadsTokens, Drafter):
     """Give exactly one of ``config`` (keys of a Hugging Face config, with ``model_type``), ``folder`` (a Hugging Face model) and ``layers``
     (the number of the target's first layers to copy, with its embedding, final norm and head).
 
+    ``transplant``: give the model of ``folder`` the target's vocabulary.
     ``lora``: {rank, alpha, names}. Only low-rank matrices, scaled by alpha / rank, are trained: beside the linear layers with these names
     (the last part of a module's name; null: all except the head). Raises UserError for settings and models that do not fit.
     """
@@ -52,6 +54,7 @@ class DraftLm(ReadsTokens, Drafter):
         config: dict[str, Any] | None = None,
         folder: str | None = None,
         layers: int | None = None,
+        transplant: bool = False,
         lora: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(shape)
@@ -60,9 +63,15 @@ class DraftLm(ReadsTokens, Drafter):
             found = " and ".join(f"head.{key}" for key in given) or "none"
             raise UserError(f"the draft model is made from one of head.config, head.folder and head.layers, found {found}: "
                             "set the others to null")  # fmt: skip
-        self.layers, self.lora, self.lm = layers, lora, None
+        if transplant and (folder is None or lora is not None):
+            raise UserError("head.transplant gives the model of head.folder new rows, which "
+                            + ("head.lora would not train: set it to null" if folder else "is not set"))  # fmt: skip
+        self.folder, self.layers, self.transplant, self.lora, self.lm = folder, layers, transplant, lora, None
         if layers is None:
-            self._adopt(_from_folder(folder) if folder is not None else _from_config(config or {}, shape))
+            lm = _from_config(config or {}, shape) if folder is None else _from_folder(folder)
+            if transplant:
+                resize(lm, shape.vocab_size)
+            self._adopt(lm)
         elif layers >= shape.layers:
             raise UserError(f"head.layers={layers} must be fewer than the {shape.layers} of the target")
 
@@ -70,7 +79,8 @@ class DraftLm(ReadsTokens, Drafter):
         """Make ``lm`` the draft model, with LoRA if set. Raises UserError for a model that does not fit or is not supported."""
         hf = lm.config
         if hf.vocab_size != self.shape.vocab_size:
-            raise UserError(f"the draft model has a vocabulary of {hf.vocab_size}, the target {self.shape.vocab_size}: they must share one")
+            cure = "they must share one" if self.folder is None else f"head.transplant=true gives the model of {self.folder} the target's"
+            raise UserError(f"the draft model has a vocabulary of {hf.vocab_size}, the target {self.shape.vocab_size}: {cure}")
         check_kinds(hf, "the draft model", drafts=True)
         if getattr(hf, "layer_types", None) is not None and not hasattr(type(hf)(), "layer_types"):
             raise UserError(f"the draft model has layer_types in its config, which no model of the kind {hf.model_type} has")
@@ -115,7 +125,11 @@ class DraftLm(ReadsTokens, Drafter):
 
     @torch.no_grad()
     def start_from(self, ends: TargetEnds) -> None:
-        """Copy the target's first layers if ``layers`` is given. Raises UserError where the target stores its weights differently."""
+        """Copy the target's first layers if ``layers`` is given. Of a folder with another vocabulary, take over the target's, if so set.
+        Raises UserError where the target stores its weights differently, and for another vocabulary otherwise.
+        """
+        if self.folder is not None:
+            self._take_vocabulary(self.folder, ends.tokenizer)
         if self.layers is None:
             return
         model = _model_of(ends)
@@ -129,6 +143,20 @@ class DraftLm(ReadsTokens, Drafter):
             if value is None or value.shape != own.shape:
                 raise UserError(f"the target's layers cannot be copied ({name} is stored in another way): use head.config or head.folder")
             own.copy_(value)
+
+    def _take_vocabulary(self, folder: str, theirs: Any) -> None:
+        """Compare the tokenizer of ``folder`` with the target's, or transplant. Without two tokenizers there is nothing to compare."""
+        own = tokenizer_of(folder)
+        if not self.transplant:
+            if own is not None and theirs is not None:
+                check_same(f"the tokenizer of {folder}", own, theirs, "head.transplant=true gives its model the target's")
+        elif own is None or theirs is None:
+            raise UserError(f"head.transplant needs two tokenizers: {'the target' if own else folder} has none")
+        else:
+            copies = transplant(self.lm, _from_folder(folder), own, theirs)  # read again: resizing may have cut its rows
+            warn_once(
+                f"{copies:,} of the target's {self.shape.vocab_size:,} tokens are tokens of {folder} too; others start as means of its"
+            )
 
     def states(self, tokens_BN: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees) -> Tensor:
         """The model's states after its final norm, [B, N, D]."""

@@ -201,10 +201,10 @@ def is_language_model(folder: str | Path) -> bool:
     return OURS not in config and causal_lm.is_plain(config) and _recognised(config) is None
 
 
-def open_language_model(folder: str | Path, shape: TargetShape) -> Drafter:
-    """The causal LM of a folder as a draft model. Raises UserError where it cannot be one, as with another vocabulary than the target's."""
+def open_language_model(folder: str | Path, shape: TargetShape, transplant: bool = False) -> Drafter:
+    """The causal LM of a folder as a draft model. ``transplant``: as in ``heads.draft_lm``. Raises UserError where it cannot be one."""
     name, settings = causal_lm.head_of(_config(Path(folder)))
-    return build(name, shape, folder=str(folder), **settings)
+    return build(name, shape, folder=str(folder), transplant=transplant, **settings)
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -42,7 +42,8 @@ class Pard(DraftLm, without=("lora",)):  # LoRA would leave the mask's embedding
     def __init__(self, shape: TargetShape, *, depth: int = 8, mask_token: int | None = None, anchors: int = 64, **more: Any) -> None:
         super().__init__(shape, **more)
         if mask_token is None:
-            mask_token = getattr(getattr(self.lm, "config", None), "pard_token", shape.vocab_size - 1)
+            own = None if self.transplant else self.lm  # of another vocabulary, its mask is another token
+            mask_token = getattr(getattr(own, "config", None), "pard_token", shape.vocab_size - 1)
         check_mask_token(mask_token, shape)
         self.mask_token = mask_token
         self.anchors, self.max_depth = anchors, depth

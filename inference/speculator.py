@@ -6,8 +6,9 @@ from pathlib import Path
 
 from headstart.heads import hub
 from headstart.heads.base import Drafter
-from headstart.heads.errors import UserError, first_line
+from headstart.heads.errors import UserError
 from headstart.heads.files import check_exported
+from headstart.heads.transplant import check_same, tokenizer_of
 from headstart.inference.decoding.info import TargetInfo
 from headstart.inference.decoding.placement import say
 from headstart.inference.decoding.target import Target
@@ -38,24 +39,11 @@ def load_speculator(folder: str | Path, target: TargetInfo) -> Drafter:
     if not hub.is_language_model(folder):
         return hub.load(folder, target.shape, target.card)
     try:
-        _check_tokenizer(Path(folder), target)
-        return hub.open_language_model(folder, target.shape)
+        own = tokenizer_of(str(folder)) if target.tokenizer is not None else None  # else only the sizes of the vocabularies are compared
+        if own is not None:
+            check_same(
+                "its tokenizer", own, target.tokenizer, "take a model of the target's family, or train this one with head.transplant=true"
+            )
+        return hub.open_language_model(folder, target.shape, transplant=own is not None)  # models of a family may have unused tokens
     except UserError as e:
         raise UserError(f"{folder} cannot be the draft model of {target.name}: {e}") from e
-
-
-def _check_tokenizer(folder: Path, target: TargetInfo) -> None:
-    """Raises UserError where the tokenizers of the folder and the target give a token different ids."""
-    from transformers import AutoTokenizer
-
-    if target.tokenizer is None or not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        return  # there are no two tokenizers to compare, only the sizes of the vocabularies
-    try:
-        own = AutoTokenizer.from_pretrained(folder).get_vocab()
-    except Exception as e:  # transformers and the tokenizers library raise a dozen kinds
-        raise UserError(f"its tokenizer cannot be loaded ({first_line(e)})") from e
-    theirs = target.tokenizer.get_vocab()
-    if others := sorted(own.items() ^ theirs.items()):
-        word = others[0][0]
-        raise UserError(f"its tokenizer has another vocabulary ({word!r} is {own.get(word)} there, {theirs.get(word)} in the target's): "
-                        "take a model of the target's family")  # fmt: skip

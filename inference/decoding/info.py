@@ -115,15 +115,15 @@ def shape_of(config: Any, name: str) -> TargetShape:
         raise UserError(f"{name}: its config has no {e.name}: not a shape of decoder that is known here") from e
 
 
-def ends_of(config: Any, embed: nn.Module, head_VD: Tensor, whole: Any) -> TargetEnds:
-    """The embedding and output head that drafters share. ``config``: of the model. ``head_VD``: on the embedding's device. ``whole``: as
-    in ``TargetEnds``.
+def ends_of(config: Any, embed: nn.Module, head_VD: Tensor, whole: Any, tokenizer: Any) -> TargetEnds:
+    """The embedding and output head that drafters share. ``config``: of the model. ``head_VD``: on the embedding's device. ``whole`` and
+    ``tokenizer``: as in ``TargetEnds``.
     """
     text = config.get_text_config()
     if hasattr(embed, "embed_scale"):  # gemma scales embeddings; engines share the unscaled table (exceptions: heads/engines.py)
         embed = nn.Embedding.from_pretrained(embed.weight)
     softcap, scaled = getattr(text, "final_logit_softcapping", None), logit_scale(text) != 1
-    return TargetEnds(embed, scaled_head(text, head_VD), softcap, whole, scaled, config=config)
+    return TargetEnds(embed, scaled_head(text, head_VD), softcap, whole, scaled, config=config, tokenizer=tokenizer)
 
 
 def scaled_head(config: Any, head_VD: Tensor) -> Tensor:

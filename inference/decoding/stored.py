@@ -53,7 +53,8 @@ class StoredTarget(TargetInfo):
         try:
             self.files = _Files(folder, config, dtype, attention)
             self.shape, self.dtype = shape_of(self.files.model.config, self.name), self.files.model.dtype
-            self.ends = ends_of(config, *self.files.ends(self.device), lambda: self.opened(", of which a drafter is made").model)
+            whole = lambda: self.opened(", of which a drafter is made").model  # noqa: E731
+            self.ends = ends_of(config, *self.files.ends(self.device), whole, self.tokenizer)
             _ = self.fingerprint
         except (UserError, NotStored):
             raise

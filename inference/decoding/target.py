@@ -86,7 +86,7 @@ class Target(TargetInfo):
             raise UserError(f"{name}: {away[0]} and {len(away) - 1} other tensors do not fit on the GPUs (accelerate would copy them "
                             "there again at every pass): free some memory, take more GPUs, or a quantised model")  # fmt: skip
         head = model.get_output_embeddings()
-        self.ends = ends_of(model.config, model.get_input_embeddings(), self._matrix(head), model)
+        self.ends = ends_of(model.config, model.get_input_embeddings(), self._matrix(head), model, tokenizer)
         check_kinds(self.config, name)
         if getattr(head, "bias", None) is not None:
             raise UserError(f"{name}: an output head with a bias is not supported")

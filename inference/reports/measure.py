@@ -20,6 +20,7 @@ import torch
 
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
+from headstart.heads.spelling import spelling_of
 from headstart.inference.decoding.auto import WORTH, found_of
 from headstart.inference.decoding.decode import Generation
 from headstart.inference.decoding.decoder import Decoder
@@ -37,7 +38,6 @@ from headstart.inference.reports.report import Report, Text
 from headstart.inference.reports.several import Together, batches, check_decoders, decode_together, greedy_of, sizes_of
 from headstart.inference.reports.truth import Truth
 from headstart.inference.reports.verdict import NOT_TRIED
-from headstart.inference.spelling import spelling_of
 
 TEMPERATURES = (0, 1)  # at which everything is decoded
 SETTLES = 16  # tokens decoded untimed before each timed text

@@ -15,12 +15,12 @@ from typing import Any
 from rich.console import Console
 
 from headstart.heads.errors import UserError
+from headstart.heads.spelling import HALF
 from headstart.inference.decoding.decode import longest
 from headstart.inference.decoding.decoder import Decoder
 from headstart.inference.decoding.target import Target
 from headstart.inference.serving.text import BadRow, Messages, Reader, asking, ids, in_history, render, spoken
 from headstart.inference.settings import open_decode, open_guesser, open_target
-from headstart.inference.spelling import HALF
 
 GUESSED, OWN, ASIDE = "bold green", "default", "dim"
 MEASURES = "the first answer takes some seconds longer: decode=auto measures what rounds cost on this machine"

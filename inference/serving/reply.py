@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from headstart.heads.spelling import HALF, bytes_of, text_of_token
 from headstart.inference.serving.asked import Asked
 from headstart.inference.serving.text import Reader
 from headstart.inference.serving.thoughts import Splitter
-from headstart.inference.spelling import HALF, KEPT, text_of_token
 
 LOWEST = -9999.0  # OpenAI's log-probability of an impossible token: JSON has no infinity
 
@@ -126,21 +124,6 @@ def message_of(piece: Piece) -> dict[str, str]:
 def finite(log_probability: float) -> float:
     """The log-probability, but at least ``LOWEST``: JSON has no infinity."""
     return max(log_probability, LOWEST)
-
-
-@functools.lru_cache(maxsize=KEPT)
-def bytes_of(tokenizer: Any, token: int) -> list[int] | None:
-    """The bytes that a token adds to a text in UTF-8, even where they are a part of a character; None where the tokenizer does not say."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    text = text_of_token(tokenizer, token)
-    if HALF not in text:
-        return list(text.encode())
-    piece = tokenizer.convert_ids_to_tokens(token)
-    if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", piece):
-        return [int(byte[1], 16)]
-    letters = {letter: byte for byte, letter in bytes_to_unicode().items()}  # of byte-level vocabularies
-    return [letters[c] for c in piece] if letters.keys() >= set(piece) else None
 
 
 def name_of_token(tokenizer: Any, token: int) -> str:

@@ -8,8 +8,8 @@ from contextlib import suppress
 from typing import Any
 
 from headstart.heads.errors import UserError, first_line
+from headstart.heads.spelling import HALF
 from headstart.inference.serving.thoughts import BEGUN
-from headstart.inference.spelling import HALF
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool"}
 ROLES |= {"developer": "system"}  # OpenAI's newer name

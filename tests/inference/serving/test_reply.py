@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from headstart.heads.spelling import HALF, bytes_of, spelling_of, text_of_token
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.serving import reply, serve, worker
-from headstart.inference.spelling import HALF, spelling_of
 from tests.drafters import random_tokens
 from tests.inference.serving import speech
 from tests.inference.serving.served import CHAT, COMPLETIONS, PROMPTS, ask, ask_all, client, figures, greedy, plain, running, until
@@ -25,16 +25,16 @@ def test_a_tokens_own_text_and_bytes() -> None:
     """Together they make the text that all tokens make: halves of characters, spaces that a text begins with."""
     for made in (tokenizer(), speech.spaced()):
         for token in range(3, len(made)):
-            text, raw = reply.text_of_token(made, token), reply.bytes_of(made, token)
+            text, raw = text_of_token(made, token), bytes_of(made, token)
             assert raw is not None and (HALF in text or raw == list(text.encode()))
             assert (HALF in text) == (HALF in made.decode([token]))
     spaced = speech.spaced()
     a, b, euro = (spaced.convert_tokens_to_ids(t) for t in ("▁a", "b", "<0xE2>"))
-    assert [reply.text_of_token(spaced, t) for t in (a, b)] == [" a", "b"] and reply.bytes_of(spaced, euro) == [0xE2]
+    assert [text_of_token(spaced, t) for t in (a, b)] == [" a", "b"] and bytes_of(spaced, euro) == [0xE2]
     assert spelling_of(spaced, [[a, b], [a]]) == {a: " a", b: "b"} and spelling_of(None, [[a]]) == {}, "as reports show texts"
     known = tokenizer()
     said = [3, 4, 5, 6, 7, *known("a b")["input_ids"]]
-    assert bytes(byte for token in said for byte in reply.bytes_of(known, token) or []).decode() == known.decode(said)
+    assert bytes(byte for token in said for byte in bytes_of(known, token) or []).decode() == known.decode(said)
     assert reply.finite(float("-inf")) == -9999.0 and reply.finite(-1.5) == -1.5
 
 
@@ -61,7 +61,7 @@ def test_a_token_is_decoded_once_however_often_it_is_told() -> None:
             return str(speech.decode(tokens, **how))
 
     counted = Counted()
-    assert [reply.bytes_of(counted, 12) for _ in range(9)] == [[32]] * 9 and reply.text_of_token(counted, 12) == " "
+    assert [bytes_of(counted, 12) for _ in range(9)] == [[32]] * 9 and text_of_token(counted, 12) == " "
     assert len(read) == 2
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from headstart.heads import hub
+from headstart.heads.spelling import HALF
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.serving import serve
-from headstart.inference.spelling import HALF
 from tests.inference.serving.served import COMPLETIONS, PROMPTS, ask, ask_all, client, drafter, figures, greedy, plain, running, until
 from tests.inference.serving.speech import NEW, target, text_of
 from tests.tiny_targets import tiny_target

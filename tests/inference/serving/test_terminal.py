@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from headstart.heads.base import Drafter
+from headstart.heads.spelling import HALF
 from headstart.inference import settings
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.decoder import Decoder
@@ -25,7 +26,6 @@ from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.serving import chat
 from headstart.inference.serving.text import asking
-from headstart.inference.spelling import HALF
 from tests.inference.serving import speech
 from tests.inference.serving.speech import NEW, POLICY, target, text_of, tokenizer
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from headstart.heads.errors import UserError
+from headstart.heads.spelling import HALF
 from headstart.inference.serving.text import GARBAGE, BadRow, Reader, asking, conversation, ids, render
-from headstart.inference.spelling import HALF
 from tests.inference.serving.speech import spaced, tokenizer
 
 LETTERS = [[3, 4], [5, 6, 7], [8, 9, 10, 11]]  # the tokens of é, € and 😀
