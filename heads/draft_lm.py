@@ -202,7 +202,9 @@ def special_tokens(model: Any) -> dict[str, Any]:
 
 
 def _from_folder(folder: str) -> Any:
-    """The fp32 model of a folder or of a name on the hub. Raises UserError unless its tensors are exactly those of its config."""
+    """The fp32 model of a folder or of a name on the hub; on the meta device its shapes alone, from its config. Raises UserError unless its
+    tensors are exactly those of its config.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     local = Path(folder).is_dir()
@@ -212,6 +214,8 @@ def _from_folder(folder: str) -> Any:
             check_rope(config)
     try:
         hf = AutoConfig.from_pretrained(folder)
+        if torch.empty(0).is_meta:  # transformers refuses to load weights there
+            return AutoModelForCausalLM.from_config(hf, dtype=torch.float32)
         how: dict[str, Any] = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
         with quiet():
             lm, loaded = AutoModelForCausalLM.from_pretrained(folder, config=hf, **how)

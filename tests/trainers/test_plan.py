@@ -98,6 +98,22 @@ def test_what_is_counted_without_numbers_is_what_there_is(head: str, hf: dict[st
     assert count.flops > 0
 
 
+@pytest.mark.parametrize(("head", "vocabulary"), [("draft_lm", 96), ("draft_lm", 120), ("pard", 96)])
+def test_a_draft_model_of_a_folder_is_planned_without_its_weights(head: str, vocabulary: int, tmp_path: Path) -> None:
+    """transformers refused to load them without memory for them."""
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG | {"vocab_size": vocabulary})).save_pretrained(tmp_path)
+    asked = small(head)
+    asked["head"] |= {"config": None, "folder": str(tmp_path), "transplant": vocabulary != 96}
+    drafter = hub.build(head, TargetShape.of(AutoConfig.for_model(**CONFIG)), **{k: v for k, v in asked["head"].items() if k != "name"})
+    built = without_weights(AutoConfig.for_model(**CONFIG))
+    with FakeTensorMode():
+        without_numbers(built)
+        count = module._count(
+            {k: asked[k] for k in ("head", "loss", "trainer")}, built, drafter.shape, asked["trainer"], False, CPU, torch.float32
+        )
+    assert count.trained == sum(p.numel() for p in drafter.parameters()) > 0
+
+
 @pytest.mark.parametrize("weighting", ["decay", "dpace"])
 @pytest.mark.parametrize("head", ["eagle", "dflash", "dflare", "dspark", "domino", "dflash2", "lilicorr", "xpress"])
 def test_operations_of_the_loss(head: str, weighting: str, monkeypatch: pytest.MonkeyPatch) -> None:
