@@ -133,8 +133,10 @@ def scaled_head(config: Any, head_VD: Tensor) -> Tensor:
 
 
 def logit_scale(config: Any) -> float:
-    """The factor that the target multiplies its logits by (granite, cohere); 1 for others."""
-    return (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+    """The factor that the target multiplies its logits by (granite, cohere, falcon_h1, hyperclovax); 1 for others."""
+    factor: float = (getattr(config, "logit_scale", None) or 1.0) * (getattr(config, "lm_head_multiplier", None) or 1.0)
+    scaling: float = getattr(config, "logits_scaling", None) or 1.0  # most kinds divide by it
+    return factor * scaling if config.model_type == "hyperclovax" else factor / scaling
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from headstart.inference.decoding.stored import StoredTarget
 from headstart.inference.decoding.target import Target
 from tests.drafters import make, random_tokens
 from tests.starting import LONGEST
-from tests.tiny_targets import COMMON, tiny_target
+from tests.tiny_targets import COMMON, MAMBA, tiny_target
 from tests.trainers.conftest import TORCHRUN, save_target
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -224,6 +224,8 @@ OTHERS: dict[str, dict[str, Any]] = {  # layers under another name, learned posi
     "opt": dict(ffn_dim=48, word_embed_proj_dim=32),
     "cohere": dict(logit_scale=0.25),
     "granite": dict(logits_scaling=4.0),
+    "hyperclovax": dict(logits_scaling=0.25),
+    "falcon_h1": MAMBA | dict(mamba_d_ssm=64, lm_head_multiplier=0.25),
     "llama4_text": dict(num_local_experts=2, intermediate_size_mlp=48),
     "qwen2": dict(rope_scaling={"type": "dynamic", "factor": 2.0}),
     "phi3": dict(

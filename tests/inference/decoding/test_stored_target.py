@@ -28,6 +28,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama4_text": {},
     "granite": dict(logits_scaling=8.0, embedding_multiplier=12.0),
     "cohere": dict(logit_scale=0.25),
+    "hyperclovax": dict(logits_scaling=0.25),
     "gemma2": dict(final_logit_softcapping=30.0, sliding_window=16, query_pre_attn_scalar=16),
     "gpt2": dict(n_embd=32, n_layer=2, n_head=2, n_positions=256),
 }
