@@ -16,13 +16,16 @@ from headstart.heads.visibility import ChainSees, Sees, zeros
 from headstart.heads.windows import WindowSees
 
 WINDOWED = {"sliding_attention", "chunked_attention"}  # kinds of attention for which distance matters
-KINDS = {"full_attention"} | WINDOWED  # kinds of attention
+INDEXED = {"indexed_attention"}  # of the keys that the rule shows, an indexer chooses ``index_topk`` (DeepSeek V3.2): it needs a mask
+KINDS = {"full_attention"} | WINDOWED | INDEXED  # kinds of attention
 RECURRENT = {"linear_attention", "conv"}  # kinds of layers with a state, which heads/recurrent.py drives
 ALONE = {"mlp", "moe"}  # kinds of layers that read each row alone
 DRIVEN = KINDS | RECURRENT | ALONE
 # Kinds of models whose recurrent layers, in transformers 5.19, do not continue a text by several rows. The probe would find it out too,
 # but only after the weights were fetched.
 STUCK = {"jamba", "minimax"}
+# Kinds of models whose indexers were tried. The probe's text is shorter than what an indexer chooses: it would not notice a wrong choice.
+TRIED = {"axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"}
 Masks = Tensor | dict[str, Tensor | None] | None  # as decoders of transformers take them
 
 
@@ -41,7 +44,7 @@ def masks(
             return None
         assert seen_BNM is not None
         rule = seen_BNM
-        if kind != "full_attention":
+        if kind in WINDOWED:
             assert keys_BM is not None
             rows_BN1, keys_B1M = positions_BN[:, :, None], keys_BM[:, None, :]
             if kind == "sliding_attention":
@@ -106,5 +109,5 @@ def check_kinds(config: Any, what: str, drafts: bool = False) -> None:
     if drafts and (states := kinds & RECURRENT):
         raise UserError(f"{what}: layers of kind {min(states)} keep a state, which guesses would change: draft with something else")
     foreign = kinds | set(getattr(config, "layers_block_type", None) or ()) - {"attention", "mamba", "hybrid"}
-    if foreign := foreign - DRIVEN:
+    if foreign := foreign - (DRIVEN if config.model_type in TRIED else DRIVEN - INDEXED):
         raise UserError(f"{what}: layers of kind {min(foreign)} cannot drop rejected positions, trees cannot be verified")

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from headstart.heads.driven import alone, by_rule, can_follow
 from headstart.heads.errors import UserError
-from headstart.heads.kinds import RECURRENT, WINDOWED, as_given, kinds_of, masks, rules, seen_of
+from headstart.heads.kinds import INDEXED, RECURRENT, WINDOWED, as_given, kinds_of, masks, rules, seen_of
 from headstart.heads.lean import Lean, lean, stand_in
 from headstart.heads.memory import AsCache, Memory, Passing, Segment, Slots, joined
 from headstart.heads.prepack import prepack
@@ -41,7 +41,7 @@ class Backbone:
         self.lean: Lean | Fused | None = None
         rotates = getattr(self.config, "rope_parameters", None)
         self.table = None if rotates else getattr(self.config, "max_position_embeddings", None)  # number of learned positions; None: none
-        self.windows = bool(kinds_of(self.config) & WINDOWED)
+        self.windows, self.indexed = (bool(kinds_of(self.config) & kinds) for kinds in (WINDOWED, INDEXED))
         self.mixers = mixers_of(module) if kinds_of(self.config) & RECURRENT else []
         self._follows: bool | None = None
 
@@ -103,7 +103,7 @@ class Backbone:
         """Whether its attention can follow a rule that is passed beside the call, without a mask. Tried once, on the module itself."""
         if self._follows is None:
             unknown = isinstance(next(self.module.parameters()).data, FakeTensor)  # a plan: there are no numbers to compare
-            self._follows = can_follow(self.module, self.config) and (unknown or self._obeys())
+            self._follows = can_follow(self.module, self.config) and not self.indexed and (unknown or self._obeys())
         return self._follows
 
     @torch.no_grad()
@@ -141,7 +141,7 @@ class Backbone:
         inputs: dict[str, Any] = {given: tokens_BN, "position_ids": positions_BN}
         if self.table is not None:  # guesses beyond the end of the context, and padding rows, have no learned position
             inputs["position_ids"] = positions_BN.clamp(0, self.table - 1)
-        if isinstance(sees, CausalSees) and sees.rows == sees.memory and memory.rows() == 0 and not self.mixers:
+        if isinstance(sees, CausalSees) and sees.rows == sees.memory and memory.rows() == 0 and not (self.mixers or self.indexed):
             return self._text(inputs, positions_BN, memory, taps)
         keys_BM = None
         if self.windows or self.mixers:
@@ -195,6 +195,9 @@ class Backbone:
         def keep(k: int) -> Any:
             def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 states[k] = (args[0] if args else kwargs["hidden_states"]).to(device)
+                if states[k].ndim != 3:
+                    raise UserError(f"the layers of {type(self.module).__name__} hand on several states for each token, which no drafter "
+                                    f"reads: take head.taps=[{count}], the final state, or a drafter without taps")  # fmt: skip
 
             return hook
 

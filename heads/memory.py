@@ -18,6 +18,7 @@ from torch import Tensor
 from headstart.heads.visibility import MaskSees
 
 Segment = tuple[Tensor, Tensor]  # keys and values of the rows written by one call, [B, h, N, d] each
+BESIDE = -2  # less a layer's number: where it keeps what it has beside keys and values (recurrent layers as in Falcon-H1, indexers)
 GRAIN = 256  # rows: a memory of unknown length grows by at least this number
 
 
@@ -191,6 +192,10 @@ class AsCache:
 
     def update(self, k: Tensor, v: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Segment:
         return joined(self.memory.write(layer_idx, k, v))
+
+    def update_indexer(self, k_BNd: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
+        """Append the keys by which an indexer chooses. Returns those of all rows."""
+        return joined(self.memory.write(BESIDE - layer_idx, k_BNd[:, None], k_BNd[:, None, :, :0]))[0][:, 0]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.memory.rows(layer_idx)

@@ -129,7 +129,8 @@ def one_layer(config: Any) -> dict[str, Any]:
     for key, value in keys.items():
         if isinstance(value, list) and len(value) == layers and key != NUMBERS:
             keys[key] = [value[at]]
-    return keys | ({"first_k_dense_replace": 0} if "first_k_dense_replace" in keys else {})
+    alone = {"first_k_dense_replace": 0, "indexer_types": ["full"]}  # no layer before it whose choice of keys it could take (GLM-5)
+    return keys | {key: value for key, value in alone.items() if key in keys}
 
 
 def _model_of(keys: dict[str, Any]) -> Any:

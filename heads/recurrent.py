@@ -20,10 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from headstart.heads.kinds import seen_of
-from headstart.heads.memory import Memory, joined
+from headstart.heads.memory import BESIDE, Memory, joined
 from headstart.heads.visibility import ChainSees, Sees
 
-BESIDE = -2  # less the layer's number: the layer of memory for a recurrent layer that stands beside attention, as in Falcon-H1
 CHUNK = 64  # rows in a chunk of Gated DeltaNet
 Parts = tuple[Tensor, Tensor | None]  # a layer's state after some rows of one sequence: of its convolution, and of its recurrence if any
 

@@ -31,6 +31,18 @@ OTHERS: dict[str, dict[str, Any]] = {
     "llama4_text": dict(  # queries are scaled anew every 4 positions (8192 in the published ones)
         intermediate_size_mlp=48, num_local_experts=4, interleave_moe_layer_step=2, attention_chunk_size=16, floor_scale=4, attn_scale=0.5,
     ),
+    # an indexer chooses the keys that are attended to; every third layer has one, the others go by its choice
+    "glm_moe_dsa": dict(
+        head_dim=8, num_key_value_heads=2, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12,
+        n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1,
+        indexer_types=["full", "shared", "shared"] * 2, index_topk=8, index_n_heads=8, index_head_dim=16,
+    ),
+    # layers of two sizes, values that are the keys, the last layers read the keys of others, an embedding for each layer
+    "gemma4_text": dict(
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2, sliding_window=16, global_head_dim=24,
+        num_global_key_value_heads=1, attention_k_eq_v=True, num_kv_shared_layers=2, hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=96,
+    ),
     # with recurrent layers: Gated DeltaNet, short convolutions, Mamba in layers of its own, Mamba beside attention
     "qwen3_5_text": DELTA,
     "lfm2": dict(layer_types=["conv", "conv", "full_attention"] * 2),
@@ -48,7 +60,7 @@ def tiny_target(architecture: str = "llama", seed: int = 0, **changes: Any) -> T
 
     torch.manual_seed(seed)
     config = AutoConfig.for_model(architecture, **{**COMMON, **(ARCHITECTURES | OTHERS).get(architecture, {}), **changes})
-    attention = "eager" if architecture in ("gpt_oss", "gemma2") else "sdpa"
+    attention = "eager" if architecture in ("gpt_oss", "gemma2", "hy_v4") else "sdpa"
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
     embed, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     for p in model.parameters():

@@ -130,6 +130,8 @@ def test_what_does_not_fit_is_refused() -> None:
     drafter.attach(mean.ends)
     with pytest.raises(UserError, match=r"final norm \(CohereLayerNorm\) is no RMSNorm"):
         drafter.start_from(mean.ends)
+    with pytest.raises(UserError, match="Gemma4TextModel has 2 norms outside its layers"):  # one is of its embedding for each layer
+        make("exit_head", tiny_target("gemma4_text"))
     target.model.model.norm = torch.nn.Linear(32, 32)
     with pytest.raises(UserError, match="has 0 norms outside its layers"):
         drafter.attach(target.ends)

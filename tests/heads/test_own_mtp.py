@@ -227,6 +227,8 @@ def test_weights_that_cannot_be_taken_are_refused(tmp_path: Path) -> None:
 def test_targets_without_such_a_layer_are_refused() -> None:
     with pytest.raises(UserError, match="the MTP layer: layers of kind linear_attention keep a state"):
         make("own_mtp", tiny_target("falcon_h1"))
+    with pytest.raises(UserError, match=r"no MTP layer can be made of the target's config: `per_layer_config` keys"):
+        make("own_mtp", tiny_target("gemma4_text"))
     from transformers import AutoConfig, AutoModelForCausalLM
 
     gpt = Target(AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", vocab_size=96, n_embd=32, n_head=2, n_layer=2)))

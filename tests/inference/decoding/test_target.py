@@ -16,13 +16,20 @@ from torch import Tensor
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.placement import check_folder
+from headstart.inference.decoding.probe import check_driven
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
 from tests.drafters import random_tokens
 from tests.tiny_targets import ARCHITECTURES, OTHERS, tiny_target
 
-# one more of each kind of window: for every layer alike without layer_types, and with capped logits
-MORE: dict[str, dict[str, Any]] = {"mistral": dict(sliding_window=16), "gemma2": dict(sliding_window=16, query_pre_attn_scalar=16)}
+# one more of each kind of window: for every layer alike without layer_types, and with capped logits; more indexers
+CHOOSING = OTHERS["glm_moe_dsa"] | dict(indexer_types=None)
+MORE: dict[str, dict[str, Any]] = {
+    "mistral": dict(sliding_window=16),
+    "gemma2": dict(sliding_window=16, query_pre_attn_scalar=16),
+    "deepseek_v32": CHOOSING | dict(n_group=1, topk_group=1),
+    "axk2": CHOOSING | dict(gated_norm_rank=4),
+}
 ALL = [*ARCHITECTURES, *OTHERS, *MORE]
 EXACT = dict(rtol=0, atol=5e-5)
 # recurrent layers sum in fp32 over the whole text, in chunks whose borders depend on where a pass begins (in float64: test_recurrent.py)
@@ -128,6 +135,23 @@ def test_keep_gathers_exactly_these_rows(rows: list[int]) -> None:
     for layer, (k, v) in before.items():
         keys, values = (x[:, :, : context.memory.rows(layer)] for x in context.memory.layers[layer][0])
         assert torch.equal(keys, k[:, :, wanted]) and torch.equal(values, v[:, :, wanted])
+
+
+@pytest.mark.parametrize("architecture", ["gemma3n_text", "hy_v4"])
+def test_several_states_for_each_token_are_not_tapped(architecture: str) -> None:
+    """As AltUp and hyper-connections have them. The final state is one, which some drafters read alone."""
+    sizes = dict(num_kv_shared_layers=2, laurel_rank=8, hidden_size_per_layer_input=8, vocab_size_per_layer_input=96)
+    sizes |= dict(
+        intermediate_size=[48] * 6, activation_sparsity_pattern=[0.0] * 6, layer_types=["sliding_attention", "full_attention"] * 3
+    )
+    target = tiny_target(architecture, **(sizes if architecture == "gemma3n_text" else CHOOSING | dict(hc_mult=2)))
+    tokens = torch.tensor([random_tokens(12, 1)])
+    with pytest.raises(UserError, match=r"hand on several states for each token, which no drafter reads: take head\.taps=\[6\]"):
+        target.read(tokens, torch.arange(12)[None], (2, 6))
+    check_driven(target)
+    states, final = target.read(tokens, torch.arange(12)[None], (6,))
+    assert torch.equal(states[6], final)
+    torch.testing.assert_close(final, target.body(tokens).last_hidden_state, **EXACT)
 
 
 def test_a_layer_that_is_not_there_cannot_be_tapped() -> None:
