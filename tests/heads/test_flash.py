@@ -18,7 +18,7 @@ from headstart.heads.kernels.launch import launches
 from headstart.heads.kinds import masks
 from headstart.heads.layers import MLP, Rope, rotate
 from headstart.heads.memory import Memory
-from headstart.heads.visibility import KEPT, CausalSees, ChainSees, LaterSees, MaskSees, Sees
+from headstart.heads.visibility import KEPT, CausalSees, ChainSees, LaterSees, MaskSees, Sees, _stairs
 
 B, H, G, T, D = 2, 8, 2, 48, 16
 
@@ -176,10 +176,15 @@ def test_a_sequence_without_earlier_rows_beside_one_with_them() -> None:
     torch.testing.assert_close(sees.attend(q, [(k, v)]).double(), dense_only(sees, q, k, v), rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("rows", [5, KEPT + 6])
 @pytest.mark.parametrize("trained", ["queries", "keys"])
-def test_what_is_trained_through_keeps_its_gradients(trained: str) -> None:
-    q, k = torch.randn(1, H, KEPT + 6, D), torch.randn(1, G, KEPT + 30, D)
-    sees, leaf, weights = CausalSees(KEPT + 6, KEPT + 30), (q if trained == "queries" else k).requires_grad_(), torch.randn_like(q)
+def test_what_is_trained_through_keeps_its_gradients(trained: str, rows: int) -> None:
+    """Also after a decoding has made and cached the mask of so many rows."""
+    q, k = torch.randn(1, H, rows, D), torch.randn(1, G, rows + 24, D)
+    _stairs.cache_clear()
+    with torch.inference_mode():
+        CausalSees(rows, rows + 24).attend(q, [(k, k)])
+    sees, leaf, weights = CausalSees(rows, rows + 24), (q if trained == "queries" else k).requires_grad_(), torch.randn_like(q)
     found, expected = (torch.autograd.grad((out * weights).sum(), leaf)[0] for out in (sees.attend(q, [(k, k)]), dense_only(sees, q, k, k)))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
