@@ -56,10 +56,11 @@ def test_dense_mask_is_the_rule_written_out() -> None:
             assert mask[t, m] == expected
 
 
-def test_a_missing_segment_is_an_error() -> None:
+@pytest.mark.parametrize(("depth", "found"), [(2, 1), (1, 2)])
+def test_a_segment_for_each_depth(depth: int, found: int) -> None:
     q = torch.zeros(1, 1, 2, 4)
-    with pytest.raises(RuntimeError, match="depth 2 needs 2 segments"):
-        ChainSees(depth=2).attend(q, [(q, q)])
+    with pytest.raises(RuntimeError, match=f"depth {depth} needs {depth} segments in memory, found {found}"):
+        ChainSees(depth=depth).attend(q, [(q, q)] * found)
 
 
 def test_slots_equal_growing_memory() -> None:
@@ -77,8 +78,9 @@ def test_slots_equal_growing_memory() -> None:
         memory.write(1, *torch.randn(2, 1, 2, 3, 4))
         memory.rewind(7)
         assert memory.rows(0) == 7 and memory.rows(1) == 3
-    more = torch.randn(1, 2, 300, 4)
-    assert torch.equal(torch.cat([x[0] for x in growing.write(0, more, more)], dim=2), slots.write(0, more, more)[0][0])  # it grows
+    more = torch.randn(2, 1, 2, 300, 4)  # the buffers grow
+    a, b = growing.write(0, *more), slots.write(0, *more)
+    assert all(torch.equal(torch.cat([s[i] for s in a], dim=2), b[0][i]) for i in (0, 1))
 
 
 def test_causal_rows_at_the_end_of_memory() -> None:
@@ -93,8 +95,10 @@ def test_nodes_see_all_roots_and_of_each_other_what_they_are_told(memory: Memory
     memory.write(0, *torch.zeros(2, 2, 1, 5, 4))  # five roots
     assert memory.sees_nodes(own[:, :1, :1], chain=True).dense(1, 6, "cpu") is None
     memory.write(0, *torch.zeros(2, 2, 1, 1, 4))
-    mask = memory.sees_nodes(own, chain=False).dense(2, 8, "cpu")
+    sees, chain = memory.sees_nodes(own, chain=False), memory.sees_nodes(torch.ones_like(own[:, :1]), chain=True)
+    mask = sees.dense(2, 8, "cpu")
     assert mask.shape == (2, 1, 2, 8) and bool(mask[..., :5].all()) and torch.equal(mask[:, 0, :, 5:], own)
+    assert [*range(8)][sees.nodes(2)] == [*range(8)][chain.nodes(1)] == [5, 6, 7], "those read before are no roots, which a window hides"
 
 
 def test_a_drafter_without_memory_needs_no_rule() -> None:
