@@ -30,6 +30,7 @@ from headstart.inference.reports.report import Report
 from headstart.inference.settings import Settings, open_target
 from headstart.inference.speculator import open_speculator
 from headstart.trainers.arm import Arm
+from headstart.trainers.began import Began
 from headstart.trainers.diagnosis import FILE as DIAGNOSIS
 from headstart.trainers.gate import Gate, take_best
 from headstart.trainers.job import Exported, Job
@@ -209,17 +210,20 @@ def measure(job: Job, exported: dict[str, Exported]) -> dict[str, Report]:
     arms = {arm.name: arm for arm in job.arms if arm.name in exported}
     targets = {name: there.target.opened() for name, there in exported.items()}
     drafters = {name: open_speculator(exported[name].speculator, targets[name]) for name in arms}  # as engines load them
+    began = Began(job.own, targets)
     original.prepack()  # only now: drafters no longer copy weights from it
     many = counted(len(job.prompts), "prompt")
     print(f"report: {many}, {job.decoding.new_tokens} new tokens each, with the drafter and without", flush=True)
     contenders = {name: _contender(job, arm, exported[name], targets[name], drafters[name]) for name, arm in arms.items()}
-    reports: dict[str, Report] = {}
+    reports, before = dict[str, Report](), dict[str, Report]()
     for target in dict.fromkeys([original, *targets.values()]):
         own = {name: contender for name, contender in contenders.items() if targets[name] is target}
         if own:
             settings: Settings = dict(new_tokens=job.decoding.new_tokens, sequences=job.decoding.sequences)
-            made = make_reports(target, list(own.values()), job.prompts, job.decoding.sampling, **settings)
-            reports |= dict(zip(own, made, strict=True))
+            first = began.of(target, job.decoding.policy, _other_prompts(job))
+            made = make_reports(target, [*own.values(), *first.values()], job.prompts, job.decoding.sampling, **settings)
+            reports |= {name: report | began.beside(name, own[name]) for name, report in zip(own, made, strict=False)}
+            before |= dict(zip(first, made[len(own) :], strict=True))
     for name, report in reports.items():
         arm, there = arms[name], exported[name]
         if job.several:
@@ -237,7 +241,8 @@ def measure(job: Job, exported: dict[str, Exported]) -> dict[str, Report]:
     if job.several:
         curves = {name: read_metrics(arms[name].run) for name in reports}
         about: Settings = dict(settings={name: job.own[name] for name in reports}, curves=curves)
-        job.room.keep("the comparison", 1 << 20, job.places, lambda place: compare(original.name, reports, _failures(job), place, **about))
+        write = partial(compare, original.name, reports | before, _failures(job), **about)
+        job.room.keep("the comparison", 1 << 20, job.places, lambda place: write(folder=place))
     _raise_failures(job)
     return reports
 

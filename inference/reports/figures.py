@@ -119,6 +119,24 @@ def intervals(drafted: Sequence[Generation], plain: Sequence[Generation], depth:
         }
 
 
+def times_as_long(drafted: Sequence[Generation], other: Sequence[Generation]) -> dict[str, Any]:
+    """The ``accepted_length`` of ``other``, and how many ``times`` as long that of ``drafted`` is, with its interval in ``intervals`` (none
+    for fewer than two prompts). Both decoded the same prompts, and a drawn set holds the same ones for both. Empty without rounds.
+    """
+    rows = [[sum(x.emitted), len(x.emitted), sum(y.emitted), len(y.emitted)] for x, y in zip(drafted, other, strict=True)]
+    table_PC = np.array(rows, dtype=np.float64)
+    whole_C = table_PC.sum(0)
+    if not whole_C.all():
+        return {}
+
+    def times(x: Array) -> Array:
+        return np.asarray((x[:, 0] / x[:, 1]) / (x[:, 2] / x[:, 3]))
+
+    with np.errstate(divide="ignore", invalid="ignore"):
+        sure = {"intervals": {"times": bootstrap(table_PC, times)}} if len(rows) >= LEAST else {}
+    return {"accepted_length": float(whole_C[2] / whole_C[3]), "times": float(times(whole_C[None])[0]), **sure}
+
+
 def repetition(texts: Iterable[Sequence[int]], size: int = GRAM) -> float:
     """How much texts repeat themselves: the share of n-grams of ``size`` tokens, over all texts, that stood earlier in the same text; 0
     where there are no n-grams.

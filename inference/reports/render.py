@@ -41,6 +41,7 @@ def rows(report: Report) -> list[tuple[str, str, str]]:
 
     return [
         ("accepted length (tokens per target pass)", sure(cold, "accepted_length"), sure(warm, "accepted_length")),
+        *_over_first(report),
         ("acceptance by depth", shares(cold), shares(warm)),
         *([both("expected length of a chain, teacher-forced", "expected_length")] if "expected_length" in cold else []),
         *([both(f"repeated {GRAM}-grams of a text", "repetition", ".0%")] if "repetition" in cold else []),
@@ -50,6 +51,13 @@ def rows(report: Report) -> list[tuple[str, str, str]]:
         *_beside(report, "chain_", f"a chain of {report['tree']['depth']}", "accepted length", "acceptance by depth", "speed-up"),
         *_beside(report, "auto_", "decode=auto", "rounds without guesses", "tokens per pass", "speed-up"),
     ]
+
+
+def _over_first(report: Report) -> list[tuple[str, str, str]]:
+    """The row for a drafter that was trained further: how many times as long its accepted length is as before. Empty for others."""
+    if (first := report.get("began_with")) is None:
+        return []
+    return [("times that of the drafter it began with", sure(first["temperature_0"], "times"), sure(first["temperature_1"], "times"))]
 
 
 def _beside(report: Report, shape: str, name: str, *what: str) -> list[tuple[str, str, str]]:
@@ -65,7 +73,7 @@ def _beside(report: Report, shape: str, name: str, *what: str) -> list[tuple[str
     return [(f"{name}: {key}", *values[key]) for key in what if found and len(values[key]) == 2]  # type: ignore[misc]
 
 
-def sure(figures: Figures, key: str) -> str:
+def sure(figures: Mapping[str, Any], key: str) -> str:
     """The figure and, if there is one, its interval over prompts. (A busy machine widens the interval of a speed-up.)"""
     within = between(interval(figures, key))
     return f"{figures[key]:.2f}" + (f" ({within})" if within else "")

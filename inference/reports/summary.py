@@ -72,6 +72,19 @@ def _shared(report: Report, temperature: int) -> str:
     return f"several sequences at once, at temperature {temperature}: drafting is {said}, as far as these prompts tell"
 
 
+def _swap(report: Report) -> list[str]:
+    """For a drafter that was trained further, a sentence that compares it with the one it began with, as far as the prompts tell."""
+    if (first := report.get("began_with")) is None:
+        return []
+    said = []
+    for temperature in (0, 1):
+        found = first[f"temperature_{temperature}"]
+        low, high = interval(found, "times") or (0.0, float("inf"))
+        now = "longer now" if low > 1 else "SHORTER now" if high < 1 else "these prompts do not tell them apart"
+        said.append(f"{found['accepted_length']:.2f} at temperature {temperature} ({now})")
+    return [f"it began with {first['speculator']}, whose accepted length over the same prompts is {' and '.join(said)}"]
+
+
 def summary(report: Report) -> list[str]:
     """The sentences of a report, a line each."""
     tree, chain = report["tree"], report.get("chain_temperature_0")
@@ -89,6 +102,7 @@ def summary(report: Report) -> list[str]:
     together = ", several at once too" if report.get("batches") else ""
     compared = counted(report["prompts"], "prompt")
     lines = [
+        *_swap(report),
         f"lossless: {verdict} ({compared} compared with plain decoding and with transformers' generate{together})",
         f"transformers' generate with the same weights in memory: {report['hf_generate_tokens_per_second']:.0f} tokens/s",
         shape,

@@ -14,6 +14,9 @@ import torch
 from headstart.heads import hub
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.target import Target
+from headstart.inference.reports.measure import make_report
+from headstart.inference.settings import open_decode
+from headstart.inference.speculator import open_speculator
 from headstart.trainers import checkpoint
 from headstart.trainers.run import run
 from headstart.trainers.start import check_start, first_drafter, open_start, trained_drafter
@@ -24,7 +27,7 @@ from tests.trainers.conftest import equal, weights
 NO_SOURCE: Any = None  # the data are asked for a trimmed vocabulary only
 
 
-def test_going_on_from_a_trained_drafter(composed, overrides, target_folder, tmp_path):
+def test_going_on_from_a_trained_drafter(composed, overrides, target_folder, tmp_path, capsys):
     """The folder's weights and settings, not those of the command line; a run of its own otherwise."""
     target, speculator = Target.load(str(target_folder)), tmp_path / "trained"
     small = fresh("eagle", target.shape, intermediate_size=24)
@@ -38,10 +41,42 @@ def test_going_on_from_a_trained_drafter(composed, overrides, target_folder, tmp
     with pytest.raises(UserError, match=r"trainer\.start: .* holds a drafter of the kind eagle: train it with head=eagle"):
         run(**composed(*overrides, "head=medusa", *more, "trainer.resume=false"))
     shutil.rmtree(speculator)  # the checkpoint holds all weights
+    capsys.readouterr()
     again = run(**composed(*overrides, "head=eagle", *more))[""]
+    assert f"trainer.start={speculator} is gone: the report cannot compare with it" in capsys.readouterr().out
+    assert "began_with" in report and "began_with" not in again
     assert again["train_steps"] == 1 and equal({k: own[k] for k in weights(tmp_path / "run")}, weights(tmp_path / "run"))
     with pytest.raises(UserError, match=r"nowhere.config\.json does not exist"):
         run(**composed(*overrides, "trainer.start=nowhere", "trainer.resume=false"))
+
+
+def test_the_report_has_the_drafter_that_the_run_began_with_over_the_same_prompts(composed, overrides, target_folder, tmp_path, capsys):
+    """The same figures as a report on its folder alone; and exactly its own where training changed nothing."""
+    target, begun = Target.load(str(target_folder)), tmp_path / "begun"
+    run(**composed(*overrides, "head=eagle", "trainer.steps=12", "trainer.lr=0.02", f"out={begun}"))
+    speculator = begun / "speculator"
+    more = [f"trainer.start={speculator}", "trainer.steps=1", "decode=dynamic", "decode.prompts=3", "decode.new_tokens=16"]
+    arms = {"same": "head=eagle trainer.lr=0", "other": "head=eagle trainer.lr=0.1", "new": "head=eagle trainer.start=null"}
+    sides = {
+        name: {key: composed(*overrides, *more, *words.split())[key] for key in ("head", "loss", "trainer")} for name, words in arms.items()
+    }
+    capsys.readouterr()
+    reports = run(**composed(*overrides, *more) | {"arms": sides})
+    how = composed(*overrides, *more)["decode"]
+    decoding, prompts = open_decode(how), reports["same"].asked
+    alone = make_report(target, open_speculator(speculator, target), prompts, decoding.policy, decoding.sampling, new_tokens=16)
+    for name in ("same", "other"):
+        found = reports[name]["began_with"]
+        assert found["speculator"] == str(speculator)
+        for t in ("temperature_0", "temperature_1"):
+            assert found[t]["accepted_length"] == pytest.approx(alone[t]["accepted_length"])
+            assert found[t]["times"] == pytest.approx(reports[name][t]["accepted_length"] / alone[t]["accepted_length"])
+    assert alone["temperature_0"]["accepted_length"] > 1, "else there is nothing to tell"
+    assert reports["same"]["began_with"]["temperature_0"]["intervals"] == {"times": [1, 1]}
+    assert "began_with" not in reports["new"], "an arm with new weights began with none"
+    rows = {row["name"]: row for row in json.loads((tmp_path / "run" / "comparison.json").read_text())["arms"]}
+    assert rows.keys() == {*arms, f"trainer.start={speculator}"}
+    assert rows[f"trainer.start={speculator}"]["t0_tree"] == rows["same"]["t0_tree"]
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.reports.confidence import confidences, probabilities
-from headstart.inference.reports.figures import intervals, rounds_of
+from headstart.inference.reports.figures import intervals, rounds_of, times_as_long
 from tests.drafters import learn_by_heart, make, random_tokens
 from tests.tiny_targets import tiny_target
 
@@ -59,6 +59,28 @@ def test_they_are_those_of_all_sets_that_can_be_drawn(prompts: int) -> None:
             assert near[0] - 1e-3 <= edge <= near[1] + 1e-3, key
         assert low <= figure(range(prompts)) <= high
     assert len(whole["acceptance_by_depth"]) == 3 and whole == intervals(drafted, plain, 3), "the same for the same"
+
+
+def test_how_many_times_as_long_is_told_of_the_same_prompts_for_both() -> None:
+    """Against all sets of prompts that can be drawn. Drawn for each by itself, the interval would be wider: here one is always twice."""
+    rng = np.random.default_rng(7)
+    other = [made(rng.integers(1, 6, rng.integers(3, 30)).tolist(), 1.0) for _ in range(4)]
+    drafted = [made(rng.integers(1, 6, rng.integers(3, 30)).tolist(), 1.0) for _ in range(4)]
+
+    def length(runs: list[Any], some: Sequence[int]) -> float:
+        return float(sum(sum(runs[i].emitted) for i in some) / sum(len(runs[i].emitted) for i in some))
+
+    found = times_as_long(drafted, other)
+    values = sorted(length(drafted, s) / length(other, s) for s in itertools.product(range(4), repeat=4))
+    assert found["accepted_length"] == pytest.approx(length(other, range(4)))
+    assert found["times"] == pytest.approx(length(drafted, range(4)) / length(other, range(4)))
+    for share, edge in zip((0.025, 0.975), found["intervals"]["times"], strict=True):
+        near = [values[min(int(len(values) * min(max(share + off, 0), 1)), len(values) - 1)] for off in (-0.02, 0.02)]
+        assert near[0] - 1e-3 <= edge <= near[1] + 1e-3
+    twice = [made([2 * n for n in each.emitted], 1.0) for each in other]
+    assert times_as_long(twice, other) | {"accepted_length": 0} == {"accepted_length": 0, "times": 2, "intervals": {"times": [2, 2]}}
+    assert "intervals" not in times_as_long(twice[:1], other[:1])
+    assert times_as_long([made([], 1.0)], [made([], 1.0)]) == {}, "no text has a round"
 
 
 def test_sets_of_prompts_without_a_round_tell_no_length() -> None:

@@ -91,3 +91,17 @@ def test_a_loss_of_auto_is_said(high: float, none: float, said: bool) -> None:
 def test_text_that_the_target_does_not_say_is_named(off: float, data: str, said: bool) -> None:
     report = Report.of(a_report(off_policy_expected_length=off, data=data))  # over its own text: 3.0
     assert any("python -m data regenerate" in line for line in summary(report)) == said
+
+
+def test_a_drafter_that_was_trained_further_is_compared_with_the_one_it_began_with() -> None:
+    def before(*sure: list[float]) -> Report:
+        found = {f"temperature_{t}": {"accepted_length": 2.5, "times": 1.28, "intervals": {"times": x}} for t, x in enumerate(sure)}
+        return Report.of(a_report(began_with={"speculator": "old/speculator", **found}))
+
+    better = before([1.1, 1.4], [0.9, 1.6])
+    assert "| times that of the drafter it began with | 1.28 (1.10 to 1.40) | 1.28 (0.90 to 1.60) |" in figures_table(better)
+    said = "it began with old/speculator, whose accepted length over the same prompts is 2.50 at temperature 0 (longer now) and 2.50 at "
+    said += "temperature 1 (these prompts do not tell them apart)"
+    assert said in summary(better) and said in report_page(better)
+    assert any("at temperature 0 (SHORTER now)" in line for line in summary(before([0.8, 0.99], [1.1, 1.2])))
+    assert not any("began with" in line for line in [*figures_table(Report.of(a_report())), *summary(Report.of(a_report()))])

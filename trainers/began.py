@@ -1,0 +1,51 @@
+"""The drafters that a run began with (trainer.start), decoded with beside those that it made: is it worth a swap?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.target import Target
+from headstart.inference.reports import prior
+from headstart.inference.reports.figures import times_as_long
+from headstart.inference.reports.measure import TEMPERATURES, Contender
+from headstart.inference.settings import Settings
+from headstart.inference.speculator import open_speculator
+
+
+class Began:
+    """The drafters in the folders of ``trainer.start``, each once for every target that arms serve. Open them before a target is prepacked.
+
+    A resumed run does not need these folders: a printed line names one that is gone.
+    """
+
+    def __init__(self, own: Mapping[str, Settings], targets: Mapping[str, Target]) -> None:
+        """``own``: arm -> its settings; ``targets``: arm -> the target that its drafter is served with."""
+        starts = {name: (str(start), target) for name, target in targets.items() if (start := own[name]["trainer"]["start"]) is not None}
+        for start in dict.fromkeys(start for start, _ in starts.values() if not Path(start).is_dir()):
+            print(f"trainer.start={start} is gone: the report cannot compare with it")
+        self.starts = {name: (start, target) for name, (start, target) in starts.items() if Path(start).is_dir()}
+        self.drafters = {key: open_speculator(*key) for key in dict.fromkeys(self.starts.values())}
+        self.contenders: dict[tuple[str, Target], Contender] = {}
+
+    def of(self, target: Target, policy: TreePolicy, prompts: Sequence[Sequence[int]]) -> dict[str, Contender]:
+        """The contenders for this target, by the name of their rows in a comparison. ``prompts``: to measure their acceptance again, as it
+        may have been measured with another target.
+        """
+        for (start, of), drafter in self.drafters.items():
+            if of is target:
+                drafter.acceptance = prior.measure(target, drafter, prompts)
+                self.contenders[start, of] = Contender(drafter, policy)
+        return {f"trainer.start={start}": each for (start, of), each in self.contenders.items() if of is target}
+
+    def beside(self, name: str, ended: Contender) -> dict[str, Any]:
+        """The report's key ``began_with`` for the arm ``name``, whose drafter is ``ended``: the accepted lengths of the drafter that it
+        began with, over the same prompts, and how many times as long its own are. Empty for an arm that began with new weights.
+        """
+        if (key := self.starts.get(name)) is None:
+            return {}
+        made, before = ended.made, self.contenders[key].made
+        figures = {f"temperature_{t}": times_as_long(made["tree", t], before["tree", t]) for t in TEMPERATURES}
+        return {"began_with": {"speculator": key[0], **figures}} if all(figures.values()) else {}
