@@ -36,7 +36,7 @@ from headstart.heads.parent import forks_end_with_it
 from headstart.heads.stored import LARGEST_INDEX, read_json
 from headstart.inference.decoding.placement import is_main
 
-VERSION = 4  # raise it when the same rows give other documents than before
+VERSION = 5  # raise it when the same rows give other documents than before
 MAPPED = 1 << 28  # bytes: after reading about this many, a process releases its mapped pages
 AROUND = 1 << 20  # bytes: an estimate of what Linux maps additionally for a document, since it maps large pages of its cache whole
 BATCH = 256  # rows that a process tokenises at a time

@@ -46,12 +46,40 @@ def preset(path: str, split: str, subset: str, columns: Sequence[str] | None) ->
     return Preset(known.path, known.split if split == "train" else split, subset or known.subset, given.columns or known.columns)
 
 
+def logged(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of a server's log with the whole conversation under ``messages``: what an OpenAI-style request asked, then the first choice of
+    its reply. Any other row is returned as it is.
+
+    Request and reply are under ``request`` and ``response``, or are the row itself; each may have a ``body``, as in OpenAI's batches.
+    Raises BadRow where the request ends with another answer than the reply's.
+    """
+    request, reply = (_body(row[key] if isinstance(row.get(key), dict) else row) for key in ("request", "response"))
+    asked, choices = request.get("messages"), reply.get("choices")
+    first = choices[0] if isinstance(choices, list) and choices else None
+    said = first.get("message") if isinstance(first, dict) else None
+    if not isinstance(said, dict) or not isinstance(asked, list) or not asked:
+        return row
+    last = asked[-1]
+    if isinstance(last, dict) and last.get("role") == "assistant":
+        if last.get("content") != said.get("content"):
+            raise BadRow("its request ends with an assistant's message, and the reply says something else")
+        asked = asked[:-1]
+    tools = {"tools": request["tools"]} if "tools" in request else {}
+    return {**row, **tools, "messages": [*asked, {"role": "assistant", **said}]}
+
+
+def _body(said: dict[str, Any]) -> dict[str, Any]:
+    body = said.get("body")
+    return body if isinstance(body, dict) else said
+
+
 def in_columns(row: dict[str, Any], columns: Sequence[str]) -> dict[str, Any]:
     """The row with its conversation under ``messages``. ``columns`` is one column that holds the conversation, or two: the question (or the
-    conversation up to the answer) and the answer. If empty, the row is returned as it is. Raises BadRow for a missing column, and names
-    those that the row has.
+    conversation up to the answer) and the answer. If empty, the row is returned as ``logged`` does. Raises BadRow for a missing column, and
+    names those that the row has.
     """
     if not columns:
+        row = logged(row)
         if not {"messages", "conversations"} & row.keys():
             text = "; plain text is data=text" if isinstance(row.get("text"), str) else ""
             if "regenerated" in row:

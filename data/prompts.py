@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from headstart.data.forms import logged
 from headstart.data.rows import file_rows, parsed
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.decode import longest
@@ -17,8 +18,9 @@ NAMED = 100  # the most prompts that a message names
 def read(path: str, tokenizer: Any, key: str) -> Iterator[dict[str, Any]]:
     """The prompts of a file of JSON lines or a JSON array, each as {"id", "tokens"}. ``key``: the user's setting for the file, for errors.
 
-    A row holds ``turns`` (the first is taken), ``messages`` or ``conversations`` (up to the last user turn), ``prompt`` or ``text``. All
-    but ``text`` go through the chat template if the tokenizer has one. Raises ``UserError`` for a row that is none of these.
+    A row holds ``turns`` (the first is taken), ``messages`` or ``conversations`` (up to the last user turn; of a server's log those of the
+    request), ``prompt`` or ``text``. All but ``text`` go through the chat template if the tokenizer has one. Raises ``UserError`` for a row
+    that is none of these.
     """
     for number, row in enumerate(file_rows(path, key), 1):
         try:
@@ -102,6 +104,7 @@ def _some(names: list[str]) -> str:
 
 
 def _prompt(row: dict[str, Any], tokenizer: Any) -> list[int]:
+    row = logged(row)
     turns = row.get("turns")
     if isinstance(turns, list) and turns:
         messages = [{"role": "user", "content": text_of(turns[0])}]

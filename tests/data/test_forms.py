@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headstart.data import chat, forms, tokenized
+from headstart.data import chat, forms, prompts, tokenized
 from headstart.data.forms import PRESETS, talk_of
 from headstart.data.masks import Template
 from headstart.data.reader import in_memory
@@ -50,6 +50,53 @@ def test_columns() -> None:
         assert talk_of(row, columns) == (TALK, None)
     with pytest.raises(BadRow, match=r"no column 'chosen', it has 'messages': data\.columns=\[\.\.\.\] says which"):
         talk_of({"messages": TALK}, ("chosen",))
+
+
+def reply(message: dict[str, Any]) -> dict[str, Any]:
+    """What an OpenAI-style server answers; a second choice is not what the conversation went on with."""
+    other = {"index": 1, "message": {"role": "assistant", "content": "another"}}
+    return {"id": "c", "object": "chat.completion", "choices": [{"index": 0, "finish_reason": "stop", "message": message}, other]}
+
+
+LONGER = [*TALK, {"role": "user", "content": "Two?"}]  # its last answer was lost without a word
+
+
+@pytest.mark.parametrize("asked", [TALK[:1], LONGER], ids=["once", "longer"])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda asked, said: {"model": "m", "messages": asked, **said},
+        lambda asked, said: {"model": "m", "messages": asked, "response": said},
+        lambda asked, said: {"request": {"model": "m", "messages": asked}, "response": said},
+        lambda asked, said: {"custom_id": "1", "request": {"body": {"messages": asked}}, "response": {"status_code": 200, "body": said}},
+    ],
+    ids=["merged", "messages and response", "request and response", "batch"],
+)
+def test_a_servers_log_is_a_conversation(asked: list[Any], wrap: Any, tmp_path: Path) -> None:
+    """The request's messages, then the reply's; its question alone is a prompt."""
+    said = {"role": "assistant", "content": "2", "refusal": None, "tool_calls": None}
+    row = wrap(asked, reply(said))
+    assert talk_of(row) == ([*asked, {"role": "assistant", "content": "2"}], None)
+    assert talk_of(wrap([*asked, {"role": "assistant", "content": "2"}], reply(said))) == talk_of(row), "where the log has it in both"
+    with pytest.raises(BadRow, match="its request ends with an assistant's message, and the reply says something else"):
+        talk_of(wrap([*asked, {"role": "assistant", "content": "beg"}], reply(said)))
+    speech = tokenizer(None, size=400)
+    speech.chat_template = PREFIXES
+    path = write(tmp_path / "log.jsonl", [row])
+    assert speech.decode(next(prompts.read(str(path), speech, "prompts"))["tokens"]).endswith(asked[-1]["content"] + "<end><assistant>")
+    (document,) = in_memory(chat.Reader(speech), str(path), "", "", None)
+    assert speech.decode(document.tokens[document.loss_mask]).endswith("2<end>")
+
+
+def test_a_logged_call_of_a_tool_is_the_requests(tmp_path: Path) -> None:
+    row = {"request": {"messages": CALLS[:1], "tools": TOOLS}, "response": reply({**CALLS[1], "content": None})}
+    assert talk_of(row) == (CALLS[:2], TOOLS)
+    for other in (
+        {"messages": TALK, "choices": ["a", "b"]},
+        {"messages": TALK, "choices": [], "response": "1"},
+        {"messages": TALK, "body": 1},
+    ):
+        assert talk_of(other) == (TALK, None), "not a reply"
 
 
 def test_a_system_prompt_beside_the_messages_stands_in_front_of_them() -> None:
