@@ -22,7 +22,7 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from headstart.data.answers import Answer, Answers, ByEngine, Line, Talk, drive
-from headstart.data.regenerated import JsonlWriter, vocabulary
+from headstart.data.regenerated import DIGITS, JsonlWriter, vocabulary
 from headstart.data.rows import file_path
 from headstart.data.source import check_source, find
 from headstart.data.talks import Item, Made, converse, first_prompt, proceed, questions
@@ -146,7 +146,7 @@ def _settings(config: dict[str, Any], answers: Answers, target: Any, tokenizer: 
     if target is None:
         by: dict[str, Any] = {"model": answers.name}
     else:
-        by = {"weights": target.fingerprint["weights"][:16], "dtype": str(target.dtype).removeprefix("torch.")}
+        by = {"weights": target.fingerprint["weights"][:DIGITS], "dtype": str(target.dtype).removeprefix("torch.")}
         if config["temperature"] > 0:  # at 0 a drafter does not change the answers
             by["drafted"] = config["speculator"] is not None
     kept = ("prefix" if by_prefix else "turns", "temperature", "top_p", "top_k", "seed", "new_tokens")

@@ -27,10 +27,12 @@ from headstart.data.rows import Binary, file_path, is_there, reading
 from headstart.data.source import Source, apart, beginnings, check_enough, live, split_off
 from headstart.heads.errors import UserError
 from headstart.heads.seal import tokenizer_sha
+from headstart.inference.decoding.placement import say
 from headstart.inference.decoding.target import Target
 
 START = b'{"line":'  # every line starts with it
 OTHER = "give path= a file that was, or take data=chat for other conversations"
+DIGITS = 16  # of the fingerprint of the target that answered, in every line
 SYNC = 5.0  # seconds between two fsyncs: a crash of the machine loses at most the lines since the last one
 
 
@@ -138,9 +140,9 @@ def open(target: Target, *, length: int, seed: int, path: str, held_out: str | N
 
     Raises UserError for a line that cannot be used. Without ``held_out``, also for fewer than two conversations or texts.
     """
-    groups, source = read(path, target.tokenizer, target.shape.vocab_size)
+    groups, source = _read_by(path, target)
     if held_out is not None:
-        own, source = read(apart(held_out, path)[0], target.tokenizer, target.shape.vocab_size)
+        own, source = _read_by(apart(held_out, path)[0], target)
         held, train = ([document for group in part for document in group] for part in (own, groups))
     else:
         check_enough(path, "conversation or text", len(groups))
@@ -150,6 +152,18 @@ def open(target: Target, *, length: int, seed: int, path: str, held_out: str | N
         return stdlib.asked(target, count, seed) if source == "stdlib" else beginnings(target, held, count, new)
 
     return live(target, train, held, length, seed, ask)
+
+
+def _read_by(path: str, target: Target) -> tuple[list[list[Document]], str]:
+    """``read``, with a printed line if not this target gave the answers. (Those of an endpoint do not say whose they are.)"""
+    groups, source, weights = read(path, target.tokenizer, target.shape.vocab_size)
+    here = target.fingerprint["weights"][:DIGITS]
+    if others := weights - {here}:
+        say(
+            f"{path}: another target gave these answers, or this one before it was trained further (weights {min(others)}, here {here}): "
+            "unless the two are close, make them again with python -m data regenerate"
+        )
+    return groups, source
 
 
 def check(*, path: str, held_out: str | None = None) -> None:
@@ -174,11 +188,12 @@ class Records(NamedTuple):
 
     groups: list[list[Document]]  # the documents of each conversation or text: a group is held out as a whole, or not at all
     source: str  # the name of the source of data whose prompts were answered
+    weights: set[str]  # the first ``DIGITS`` of the fingerprint of each target that answered, where it is known
 
 
 def read(path: str, tokenizer: Any, vocab_size: int) -> Records:
     """All documents of a file. Only tokens that the target generated are supervised. Raises UserError that names an unusable line."""
-    ours, groups, source = vocabulary(tokenizer), dict[str, list[Document]](), ""
+    ours, groups, source, weights = vocabulary(tokenizer), dict[str, list[Document]](), "", set[str]()
     with _opened(path) as lines:
         for number, line in enumerate(lines, 1):
             where = f"{path} line {number}"
@@ -190,11 +205,12 @@ def read(path: str, tokenizer: Any, vocab_size: int) -> Records:
             if "documents" not in record:
                 raise UserError(f"{where}: it has no tokens, the endpoint gave none: train on its text with data=chat path={path}")
             source = str(record["regenerated"].get("data"))
+            weights |= {str(by) for by in [record["regenerated"].get("weights")] if by is not None}
             documents = record["documents"]
             if not isinstance(documents, list) or not documents or not all(_sound(d, vocab_size) for d in documents):
                 raise UserError(f"{where}: its documents are damaged: regenerate it")
             groups.setdefault(str(record.get("document", number)), []).extend(_document(d) for d in documents)
-    return Records(list(groups.values()), source)
+    return Records(list(groups.values()), source, weights)
 
 
 def _sound(document: Any, vocab_size: int) -> bool:

@@ -200,7 +200,7 @@ def test_its_prefixes_are_continued_and_held_out_text_is_not(corpus: Path, door:
 def test_what_was_continued_trains_and_asks_for_prefixes_that_are_held_out(corpus: Path, door: Any, target: Any) -> None:
     path = door("data=text", f"path={corpus}", "prefix=10", "limit=200")
     made = open_source({"name": "regenerated", "path": str(path)}, target, length=32, seed=0)
-    groups, of = regenerated.read(str(path), target.tokenizer, target.shape.vocab_size)
+    groups, of, _ = regenerated.read(str(path), target.tokenizer, target.shape.vocab_size)
     assert of == "text" and made.packed is not None
     prompts = made.prompts(3, 8)
     prefixes = {str(m["documents"][0]["tokens"][:10]): m["document"] for m in lines(path)}

@@ -126,7 +126,7 @@ def test_prefixes_of_plain_text_are_continued(door: Any, target: Any) -> None:
 def test_only_answers_are_supervised_token_by_token(door: Any, target: Any) -> None:
     path = door("temperature=0")
     documents = [d for m in lines(path) for d in m["documents"]]
-    groups, source = regenerated.read(str(path), target.tokenizer, target.shape.vocab_size)
+    groups, source, _ = regenerated.read(str(path), target.tokenizer, target.shape.vocab_size)
     read = [d for group in groups for d in group]
     assert source == "chat" and [d.tokens.tolist() for d in read] == [d["tokens"] for d in documents]
     for ours, stored in zip(read, documents, strict=True):
@@ -139,6 +139,26 @@ def test_only_answers_are_supervised_token_by_token(door: Any, target: Any) -> N
     assert batch.loss_mask_BT.any() and source.observe(batch, (2,)).states[2].shape == (8, 64, target.shape.hidden_size)
     prompts = source.prompts(3, 8)
     assert prompts and all(text(target, p).endswith("<assistant>") for p in prompts)
+
+
+def test_answers_of_a_target_that_was_trained_further_since_are_told(door: Any, target: Any, monkeypatch: Any, capsys: Any) -> None:
+    """They are trained on: in reinforcement learning they are a few steps old. But nobody should do so unawares."""
+    path, weights = door("temperature=0"), target.fingerprint["weights"]
+    given = {"name": "regenerated", "path": str(path), "held_out": None}
+    capsys.readouterr()
+    open_source(given, target, length=64, seed=0)
+    assert "another target" not in capsys.readouterr().out
+    monkeypatch.setitem(target.fingerprint, "weights", "f" * 64)
+    open_source(given, target, length=64, seed=0)
+    said = [line for line in capsys.readouterr().out.splitlines() if "another target gave these answers" in line]
+    assert len(said) == 1 and said[0].startswith(f"{path}: ") and f"(weights {weights[:16]}, here {'f' * 16})" in said[0]
+    assert "python -m data regenerate" in said[0]
+    rows = lines(path)
+    for row in rows:
+        del row["regenerated"]["weights"]  # as of an endpoint
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    open_source(given, target, length=64, seed=0)
+    assert "another target" not in capsys.readouterr().out
 
 
 def test_data_chat_reads_it_too(door: Any, target: Any) -> None:

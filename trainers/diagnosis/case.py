@@ -31,7 +31,10 @@ CURES = {  # key of a known cause -> its description, its cure
         "check d2t (target id = row + d2t[row]), or train with a larger head.draft_vocab",
     ),
     "policy": ("off-policy text", "train on what the target says itself: python -m data regenerate, then data=regenerated"),
-    "target": ("a quantised or differently typed target", "decode with the target that it was trained for, or train it for this one"),
+    "target": (
+        "a quantised or differently typed target",
+        "decode with the target that it was trained for, or train it further for this one (trainer.start=DIR)",
+    ),
     "cache": ("cache, batch or padding", "report it, with both numbers: every token is the target's own all the same"),
     "tokenizer": ("the tokenizer differs", "make training rows and prompts with one tokenizer, and the same special tokens in front"),
     "embedding": (
