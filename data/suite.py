@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from headstart.data.forms import logged
 from headstart.data.prompts import Size, check_sizes, say_skipped
 from headstart.data.rows import Row, file_rows, hub_rows, parsed
 from headstart.heads.errors import UserError, first_line
@@ -73,6 +74,7 @@ def _turns(row: dict[str, Any], column: str) -> list[str]:
 
     Raises BadRow for a row without a question.
     """
+    row = logged(row)
     said = next((row[key] for key in ("turns", column, "prompt") if row.get(key) is not None), None)
     if said is None and ("messages" in row or "conversations" in row):
         messages = conversation(row)

@@ -17,6 +17,7 @@ from headstart.data.forms import PRESETS, talk_of
 from headstart.data.masks import Template
 from headstart.data.reader import in_memory
 from headstart.data.source import CONF, open_source
+from headstart.data.suite import questions
 from headstart.heads.errors import UserError
 from headstart.inference.serving.text import BadRow, conversation
 from tests.data.conftest import write
@@ -84,6 +85,8 @@ def test_a_servers_log_is_a_conversation(asked: list[Any], wrap: Any, tmp_path: 
     speech.chat_template = PREFIXES
     path = write(tmp_path / "log.jsonl", [row])
     assert speech.decode(next(prompts.read(str(path), speech, "prompts"))["tokens"]).endswith(asked[-1]["content"] + "<end><assistant>")
+    (question,) = questions({"name": "mine", "turns": "turns", "category": None, "groups": {}}, str(path), None)
+    assert question.turns == [m["content"] for m in asked if m["role"] == "user"]
     (document,) = in_memory(chat.Reader(speech), str(path), "", "", None)
     assert speech.decode(document.tokens[document.loss_mask]).endswith("2<end>")
 
