@@ -154,6 +154,10 @@ def check_config(config: Any, attention: str, path: str) -> None:
     """Raises UserError for a model that cannot be a target by its kind, and where ``sdpa`` would leave out a part of its attention.
     (transformers 5.23 refuses the latter too, 5.19 does not.)
     """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(f"target {path}: transformers has no causal LM for models of kind {config.model_type}: take a model of text alone")
     check_kinds(config.get_text_config(), path)
     if attention == "sdpa" and getattr(config.get_text_config(), "attn_logit_softcapping", None):
         raise UserError(f"target {path} caps its attention scores, which target.attention=sdpa leaves out: take target.attention=eager")

@@ -17,6 +17,7 @@ from headstart.heads.errors import UserError
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.placement import check_folder
 from headstart.inference.decoding.probe import check_driven
+from headstart.inference.decoding.stored import StoredTarget
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
 from tests.drafters import random_tokens
@@ -224,6 +225,14 @@ def test_a_damaged_folder_is_one_clear_line(folder: Path, damage: Callable[[Path
     with pytest.raises(UserError, match=message) as e:
         Target.load(str(folder), device="cpu")
     assert str(folder) in str(e.value) and "\n" not in str(e.value)
+
+
+def test_a_kind_without_a_causal_lm_is_refused_before_its_weights_are_read(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": "mistral3"}))
+    for opened in (Target.load, StoredTarget):
+        with pytest.raises(UserError, match="transformers has no causal LM for models of kind mistral3: take") as e:
+            opened(str(folder), device="cpu")
+        assert "\n" not in str(e.value)
 
 
 def cut(path: Path, size: int) -> None:
