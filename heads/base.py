@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.heads.errors import UserError
+from headstart.heads.kinds import depth_of
 from headstart.heads.layers import freeze
 from headstart.heads.memory import Memory
 from headstart.heads.prepack import prepack, prepack_beside, product
@@ -67,7 +68,7 @@ class TargetShape:
         return cls(
             model_type=text.model_type,
             hidden_size=text.hidden_size,
-            layers=text.num_hidden_layers,
+            layers=depth_of(text),
             heads=heads,
             kv_heads=getattr(text, "num_key_value_heads", None) or heads,
             head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,

@@ -97,6 +97,12 @@ def layers_of(config: Any) -> Sequence[str]:
     return getattr(config, "layer_types", None) or ["sliding_attention" if windowed else "full_attention"]
 
 
+def depth_of(config: Any) -> int:
+    """The number of decoder layers. (LongCat-Flash has two layers of attention in each, and counts these as its hidden layers.)"""
+    count: int = getattr(config, "num_layers", None) or config.num_hidden_layers
+    return count
+
+
 def check_kinds(config: Any, what: str, drafts: bool = False) -> None:
     """Raises UserError naming a kind of layer that cannot forget rejected rows. ``what``: the model's name in the error. ``drafts``: it
     reads guesses one after another, so that recurrent layers would have to save their state at every guess.
@@ -108,6 +114,10 @@ def check_kinds(config: Any, what: str, drafts: bool = False) -> None:
         )
     if drafts and (states := kinds & RECURRENT):
         raise UserError(f"{what}: layers of kind {min(states)} keep a state, which guesses would change: draft with something else")
+    if drafts and depth_of(config) != config.num_hidden_layers:
+        raise UserError(
+            f"{what}: its layers have several layers of attention each, no drafter can be made of them: draft with something else"
+        )
     foreign = kinds | set(getattr(config, "layers_block_type", None) or ()) - {"attention", "mamba", "hybrid"}
     if foreign := foreign - (DRIVEN if config.model_type in TRIED else DRIVEN - INDEXED):
         raise UserError(f"{what}: layers of kind {min(foreign)} cannot drop rejected positions, trees cannot be verified")

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from headstart.heads.driven import alone, by_rule, can_follow
 from headstart.heads.errors import UserError
-from headstart.heads.kinds import INDEXED, RECURRENT, WINDOWED, as_given, kinds_of, masks, rules, seen_of
+from headstart.heads.kinds import INDEXED, RECURRENT, WINDOWED, as_given, depth_of, kinds_of, masks, rules, seen_of
 from headstart.heads.lean import Lean, lean, stand_in
 from headstart.heads.memory import AsCache, Memory, Passing, Segment, Slots, joined
 from headstart.heads.prepack import prepack
@@ -190,7 +190,7 @@ class Backbone:
 
     def run(self, taps: Collection[int], **inputs: Any) -> tuple[dict[int, Tensor], Tensor]:
         """Call the module itself. Returns (tap -> state, final state), [B, N, D] each."""
-        device, count, states = inputs["position_ids"].device, self.config.num_hidden_layers, dict[int, Tensor]()
+        device, count, states = inputs["position_ids"].device, depth_of(self.config), dict[int, Tensor]()
 
         def keep(k: int) -> Any:
             def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -213,7 +213,7 @@ class Backbone:
     @cached_property
     def layers(self) -> nn.ModuleList:
         """Its list of layers, whatever its name. Raises UserError where there is none to read states from."""
-        return stack_of(self.module, self.config.num_hidden_layers)[2]
+        return stack_of(self.module, depth_of(self.config))[2]
 
     @staticmethod
     def _as_rows(positions_BN: Tensor) -> Segment:
@@ -241,7 +241,7 @@ def first_layers(model: Any, layers: int) -> tuple[nn.Module, nn.Module]:
     The modules are the model's own, not copies. Raises UserError where the decoder does not have exactly one norm beside its layers.
     """
     decoder = model.get_decoder()
-    body, stack, modules = stack_of(decoder, model.config.get_text_config().num_hidden_layers)
+    body, stack, modules = stack_of(decoder, depth_of(model.config.get_text_config()))
     name, norm = norm_of(body)
     part = copy.copy(body)  # shares everything with the original except the table of its modules
     part._modules = {**body._modules, stack: modules[:layers], name: nn.Identity()}

@@ -20,16 +20,24 @@ from headstart.inference.decoding.probe import check_driven
 from headstart.inference.decoding.stored import StoredTarget
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
-from tests.drafters import random_tokens
+from tests.drafters import make, random_tokens
 from tests.tiny_targets import ARCHITECTURES, OTHERS, tiny_target
 
-# one more of each kind of window: for every layer alike without layer_types, and with capped logits; more indexers
+# one more of each kind of window: for every layer alike without layer_types, and with capped logits; more indexers, and more layers
 CHOOSING = OTHERS["glm_moe_dsa"] | dict(indexer_types=None)
 MORE: dict[str, dict[str, Any]] = {
     "mistral": dict(sliding_window=16),
     "gemma2": dict(sliding_window=16, query_pre_attn_scalar=16),
     "deepseek_v32": CHOOSING | dict(n_group=1, topk_group=1),
     "axk2": CHOOSING | dict(gated_norm_rank=4),
+    "longcat_flash": OTHERS["deepseek_v3"]
+    | dict(  # two layers of attention in each of its six
+        num_hidden_layers=12,
+        ffn_hidden_size=48,
+        expert_ffn_hidden_size=16,
+        moe_topk=2,
+        zero_expert_num=2,
+    ),
 }
 ALL = [*ARCHITECTURES, *OTHERS, *MORE]
 EXACT = dict(rtol=0, atol=5e-5)
@@ -153,6 +161,12 @@ def test_several_states_for_each_token_are_not_tapped(architecture: str) -> None
     states, final = target.read(tokens, torch.arange(12)[None], (6,))
     assert torch.equal(states[6], final)
     torch.testing.assert_close(final, target.body(tokens).last_hidden_state, **EXACT)
+
+
+def test_no_drafter_is_made_of_layers_with_several_attentions() -> None:
+    for head, how in (("exit_head", {}), ("draft_lm", dict(config=None, layers=2))):
+        with pytest.raises(UserError, match="its layers have several layers of attention each, no drafter can be made of them"):
+            make(head, target_of("longcat_flash"), **how)
 
 
 def test_a_layer_that_is_not_there_cannot_be_tapped() -> None:
