@@ -112,6 +112,9 @@ def check_kinds(config: Any, what: str, drafts: bool = False) -> None:
         raise UserError(
             f"{what}: models of kind {config.model_type} cannot continue a text by several tokens at once, as verification does"
         )
+    if (chosen := getattr(config, "keep_window_size", None)) and chosen < config.max_position_embeddings:
+        raise UserError(f"{what}: of more than {chosen} keys its layers choose {chosen}, of equal ones by where they are stored, so trees "
+                        "cannot be verified")  # fmt: skip
     if drafts and (states := kinds & RECURRENT):
         raise UserError(f"{what}: layers of kind {min(states)} keep a state, which guesses would change: draft with something else")
     if drafts and depth_of(config) != config.num_hidden_layers:

@@ -143,9 +143,9 @@ def _known(decoder: Any) -> tuple[Rope, tuple[int, int, int]] | None:
 
 def _is_known(layer: Any, head_dim: int) -> bool:
     """Whether the names and types of the modules in a layer are the expected ones, and its scores are scaled as those of most models."""
-    if abs(getattr(layer.self_attn, "scaling", head_dim**-0.5) * head_dim**0.5 - 1) > 1e-6:
-        return False
     if {name for name, _ in layer.named_children()} != LAYER:
+        return False
+    if abs(getattr(layer.self_attn, "scaling", head_dim**-0.5) * head_dim**0.5 - 1) > 1e-6:
         return False
     attention, feed = dict(layer.self_attn.named_children()), dict(layer.mlp.named_children())
     norms, activation = attention.keys() & HEAD_NORMS, feed.pop("act_fn", getattr(layer.mlp, "act_fn", None))

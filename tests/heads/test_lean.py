@@ -110,10 +110,10 @@ def test_another_of_the_same_looks_keeps_its_own_modules() -> None:
         torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "mixtral", "gpt_oss", "granite"])
+@pytest.mark.parametrize("family", ["gemma3_text", "mixtral", "gpt_oss", "granite", "jetmoe"])
 def test_another_shape_keeps_its_own_modules(family: str) -> None:
-    changes = dict(residual_multiplier=0.5) if family == "granite" else {}
-    target = tiny_target(family, **changes).prepack()
+    changes = {"granite": dict(residual_multiplier=0.5), "jetmoe": dict(kv_channels=16, num_local_experts=4)}
+    target = tiny_target(family, **changes.get(family, {})).prepack()
     assert target.reader.lean is None and target.reader.passes == "the model's own modules"
 
 

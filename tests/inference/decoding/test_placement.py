@@ -326,6 +326,11 @@ def another(architecture: str, given: dict[str, Any]) -> Target:
         ("bloom", dict(n_layer=6, n_head=2), "bloom: it counts positions itself"),
         ("mamba", dict(), "mamba: .*(counts positions itself|layers of kind)"),
         ("recurrent_gemma", dict(), "recurrent_gemma: layers of kind (recurrent|linear_attention) cannot drop rejected positions"),
+        (
+            "doge",
+            dict(num_key_value_heads=2, keep_window_size=64),
+            "doge: of more than 64 keys its layers choose 64, of equal ones by where",
+        ),
         ("gptj", dict(n_embd=32, n_layer=6, n_head=2, rotary_dim=8), "gptj: an output head with a bias is not supported"),
     ],
 )
