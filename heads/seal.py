@@ -56,7 +56,9 @@ def check_target(trained_for: Mapping[str, Any], here: Mapping[str, Any], folder
             said = shown(value).strip("'")
             wrong.append(f"{key} is {here[key]} here, {said} in training")
     if wrong:
-        raise UserError(f"{folder} was trained for another target: {'; '.join(wrong)}")
+        added = ". If tokens were only added to it, such as a pad token, put the earlier tokenizer's files beside the target's weights"
+        hint = added if len(wrong) == 1 and wrong[0].startswith("tokenizer ") else ""
+        raise UserError(f"{folder} was trained for another target: {'; '.join(wrong)}{hint}")
 
 
 def digests(config: Mapping[str, Any], weights: Path) -> dict[str, str]:

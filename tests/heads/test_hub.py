@@ -84,6 +84,15 @@ def test_config_says_what_the_folder_is(head: str, tmp_path: Path) -> None:
     assert config["headstart"]["sha256"]["model.safetensors"] == weights
 
 
+def test_who_fine_tuned_with_one_token_more_is_told_what_to_do() -> None:
+    """Trainers add a pad token, and the drafter that is to be trained further is refused for it."""
+    cure = r"\. If tokens were only added to it, such as a pad token, put the earlier tokenizer's files beside the target's weights$"
+    with pytest.raises(UserError, match=r"tokenizer is xyz here, .* in training" + cure):
+        hub.check_target(CARD, CARD | {"tokenizer": "xyz"}, "DIR")
+    with pytest.raises(UserError, match=r"tokenizer is xyz here, [^.]* in training$"):  # more differs: it is another target
+        hub.check_target(CARD, CARD | {"tokenizer": "xyz", "vocab_size": 100}, "DIR")
+
+
 @pytest.mark.parametrize("head", HEADS)
 def test_another_target_is_refused_by_name(head: str, tmp_path: Path) -> None:
     saved(head, tmp_path / "s")
