@@ -112,11 +112,12 @@ def test_trees_and_packed_documents_in_float64() -> None:
             path = path_of(tree, dice.randrange(nodes)) if kept is None else kept if kept == path_of(tree, len(kept) - 1) else []
             context.keep([0, *(node + 1 for node in path)])
             said += [root, *(tokens[i] for i in path)]
-        lengths = [1, 9, 4, 2, 30]
-        documents = [random_tokens(n, seed=n) for n in lengths]
-        positions = torch.tensor([[i for n in lengths for i in range(n)]])
-        final = target.read(torch.tensor([[x for text in documents for x in text]]), positions, ())[1][0]
-        torch.testing.assert_close(final, torch.cat([alone(text) for text in documents]), rtol=0, atol=1e-12)
+        lengths = ([46], [1, 9, 4, 2, 30])  # of the documents in each row; the first of a row does not go on from the row before
+        documents = [[random_tokens(n, seed=n) for n in row] for row in lengths]
+        positions = torch.tensor([[i for n in row for i in range(n)] for row in lengths])
+        final = target.read(torch.tensor([[x for text in row for x in text] for row in documents]), positions, ())[1]
+        for found, row in zip(final, documents, strict=True):
+            torch.testing.assert_close(found, torch.cat([alone(text) for text in row]), rtol=0, atol=1e-12)
 
 
 def test_gradients_stay_in_their_document() -> None:
