@@ -173,7 +173,7 @@ def test_refusals():
         pack(documents, 65, context=64)
     with pytest.raises(UserError, match=r"too short: set trainer\.length .* to 16 or more"):
         pack(documents, CUT - 1)
-    assert pack(documents, 64, context=64).length == 64
+    assert pack(documents, 64, context=64).length == 64 and pack(documents, CUT).length == CUT
     with pytest.raises(UserError, match="no document"):
         pack([], 64)
     with pytest.raises(UserError, match="no document"):
