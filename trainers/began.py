@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from headstart.heads.base import Drafter
+from headstart.heads.errors import UserError
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.target import Target
 from headstart.inference.reports import prior
@@ -18,16 +19,20 @@ from headstart.inference.speculator import open_speculator
 class Began:
     """The drafters in the folders of ``trainer.start``, each once for every target that arms serve. Open them before a target is prepacked.
 
-    A resumed run does not need these folders: a printed line names one that is gone.
+    A resumed run does not need these folders: a printed line says why one cannot be opened any more.
     """
 
     def __init__(self, own: Mapping[str, Settings], targets: Mapping[str, Target]) -> None:
         """``own``: arm -> its settings; ``targets``: arm -> the target that its drafter is served with."""
-        starts = {name: (str(start), target) for name, target in targets.items() if (start := own[name]["trainer"]["start"]) is not None}
-        for start in dict.fromkeys(start for start, _ in starts.values() if not Path(start).is_dir()):
-            print(f"trainer.start={start} is gone: the report cannot compare with it")
-        self.starts = {name: (start, target) for name, (start, target) in starts.items() if Path(start).is_dir()}
-        self.drafters = {key: open_speculator(*key) for key in dict.fromkeys(self.starts.values())}
+        self.starts = {
+            name: (str(start), target) for name, target in targets.items() if (start := own[name]["trainer"]["start"]) is not None
+        }
+        self.drafters: dict[tuple[str, Target], Drafter] = {}
+        for start, target in dict.fromkeys(self.starts.values()):
+            try:
+                self.drafters[start, target] = open_speculator(start, target)
+            except UserError as e:
+                print(f"the report cannot compare with the drafter of trainer.start: {e}")
         self.contenders: dict[tuple[str, Target], Contender] = {}
 
     def of(self, target: Target, policy: TreePolicy, prompts: Sequence[Sequence[int]]) -> dict[str, Contender]:
@@ -44,7 +49,7 @@ class Began:
         """The report's key ``began_with`` for the arm ``name``, whose drafter is ``ended``: the accepted lengths of the drafter that it
         began with, over the same prompts, and how many times as long its own are. Empty for an arm that began with new weights.
         """
-        if (key := self.starts.get(name)) is None:
+        if (key := self.starts.get(name)) not in self.contenders:
             return {}
         made, before = ended.made, self.contenders[key].made
         figures = {f"temperature_{t}": times_as_long(made["tree", t], before["tree", t]) for t in TEMPERATURES}

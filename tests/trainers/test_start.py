@@ -43,7 +43,7 @@ def test_going_on_from_a_trained_drafter(composed, overrides, target_folder, tmp
     shutil.rmtree(speculator)  # the checkpoint holds all weights
     capsys.readouterr()
     again = run(**composed(*overrides, "head=eagle", *more))[""]
-    assert f"trainer.start={speculator} is gone: the report cannot compare with it" in capsys.readouterr().out
+    assert f"the report cannot compare with the drafter of trainer.start: {speculator}: no such folder" in capsys.readouterr().out
     assert "began_with" in report and "began_with" not in again
     assert again["train_steps"] == 1 and equal({k: own[k] for k in weights(tmp_path / "run")}, weights(tmp_path / "run"))
     with pytest.raises(UserError, match=r"nowhere.config\.json does not exist"):
