@@ -10,11 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from headstart.data.batch import TargetBatch
+from headstart.data.live import look
 from headstart.heads.base import TargetEnds
 from headstart.heads.errors import UserError
 from headstart.heads.unembedding import Unembedding
+from headstart.heads.unroll import unroll
 from headstart.trainers.beside import confidence_loss
+from headstart.trainers.learner import Learner
 from headstart.trainers.losses import LossOut, fused_loss
+from tests.drafters import make
+from tests.tiny_targets import tiny_target
+from tests.trainers.small import LOSS, repetitive
 
 B, T, K, H, R, D, V = 2, 15, 3, 5, 2, 6, 11
 DECAY = 0.7
@@ -165,6 +171,30 @@ def test_confidence_learns_the_chance_of_acceptance() -> None:
     torch.testing.assert_close(loss, expected, check_dtype=False, rtol=1e-6, atol=1e-6)
     (grad,) = torch.autograd.grad(loss, logits[1:2])
     assert grad.any()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "term", "off"), [("dspark", "confidence", "feature"), ("eagle", "feature", "confidence")])
+def test_what_is_judged_beside_the_divergences_has_its_weight(name: str, term: str, off: str) -> None:
+    """Each guess written out. A term of weight 0 asks nothing of the drafter."""
+    target = tiny_target()
+    drafter = make(name, target)
+    batch = look(repetitive().batch(slice(0, 2)), target, drafter.taps)
+    plain, more = (Learner(drafter, **LOSS | {"terms": {"kl": 1.0} | terms}) for terms in ({}, {term: 0.5, off: 0.0}))
+    teacher_BTV, expected = target.ends.logits(batch.final_BTD).double(), 0.0
+    for d, draft in enumerate(unroll(drafter, batch.roots(), batch.documents_BT, plain.depth), start=1):
+        b, t = batch.supervised(d).nonzero(as_tuple=True)
+        if term == "confidence":
+            q_RV = drafter.unembedding(d).logits(draft.hidden_BNH).double()[b, t].softmax(-1)
+            alpha_R = torch.minimum(teacher_BTV[b, t + d].softmax(-1), q_RV).sum(-1)
+            sure_R = draft.confidence_BN[b, t].double().sigmoid()
+            loss_R = -(alpha_R * sure_R.log() + (1 - alpha_R) * (1 - sure_R).log())
+        else:
+            far_RD = (draft.state_BNH[b, t] - batch.final_BTD[b, t + d]).double().abs()
+            loss_R = torch.where(far_RD < 1, far_RD**2 / 2, far_RD - 0.5).mean(-1)
+        expected += LOSS["decay"] ** (d - 1) * float(loss_R.sum())
+    found = float(more(batch, figures=False).loss_sum - plain(batch, figures=False).loss_sum)
+    assert found == pytest.approx(0.5 * expected, rel=1e-4) and expected > 1
 
 
 def test_an_unknown_weighting_is_refused() -> None:
