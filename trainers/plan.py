@@ -36,6 +36,7 @@ from headstart.trainers.parallel import BUCKET, DDP
 from headstart.trainers.plan_joint import Adapted, adapted
 from headstart.trainers.prepare import needs_layers, runs_target
 from headstart.trainers.shapes import Kept, as_on_a_gpu, one_expert, width_of, without_numbers, without_weights
+from headstart.trainers.start import as_started
 from headstart.trainers.terms import in_kernel
 
 Settings = dict[str, Any]
@@ -90,6 +91,7 @@ def plan(settings: Settings) -> Plan:
     gpus = settings["nodes"] * settings["gpus"]
     processes = 1 if target["device"] == "map" else gpus
     arms = settings["arms"] or {"": {k: settings[k] for k in ("head", "loss", "trainer")}}
+    arms = {name: as_started(arm, shape) for name, arm in arms.items()}
     half, device = trainer["precision"] != "fp32", torch.device("cpu" if target["device"] == "cpu" else "cuda")
     with FakeTensorMode(), one_expert(), nullcontext() if device.type == "cpu" else as_on_a_gpu():
         without_numbers(model)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headstart.data.source import Source
 from headstart.heads import hub
-from headstart.heads.base import Drafter
+from headstart.heads.base import Drafter, TargetShape
 from headstart.heads.errors import UserError
 from headstart.heads.vocab import most_frequent
 from headstart.inference.decoding.info import TargetInfo
@@ -62,14 +62,30 @@ def trained_drafter(folder: str, head: str, target: TargetInfo) -> Drafter:
     """A saved drafter to train further, in fp32, with the settings of its folder. Raises UserError if it cannot be loaded or is not of the
     kind ``head``.
     """
+    drafter = _saved(folder, head, target.shape, target.card)
+    drafter.attach(target.ends)
+    return drafter.to(device=target.device, dtype=torch.float32)
+
+
+def as_started(own: Settings, shape: TargetShape) -> Settings:
+    """An arm's settings for a plan: with ``trainer.start``, those of its head are the folder's, as in a run. Raises UserError."""
+    if (start := own["trainer"]["start"]) is None:
+        return own
+    return own | {"head": _settings(_saved(start, own["head"]["name"], shape, None))}
+
+
+def _saved(folder: str, head: str, shape: TargetShape, card: Settings | None) -> Drafter:
     try:
-        drafter = hub.load(folder, target.shape, target.card)
+        drafter = hub.load(folder, shape, card)
     except UserError as e:
         raise UserError(f"trainer.start: {e}") from e
     if (found := drafter.config["head"]) != head:
         raise UserError(f"trainer.start: {folder} holds a drafter of the kind {found}: train it with head={found}")
-    drafter.attach(target.ends)
-    return drafter.to(device=target.device, dtype=torch.float32)
+    return drafter
+
+
+def _settings(drafter: Drafter) -> Settings:
+    return {"name": drafter.config["head"]} | {k: v for k, v in drafter.config.items() if k != "head"}
 
 
 def open_start(
@@ -81,7 +97,7 @@ def open_start(
     settings = _began(start, head["name"], places) if resume else None
     if settings is None:
         drafter = trained_drafter(start, head["name"], target)
-        settings = {"name": drafter.config["head"]} | {k: v for k, v in drafter.config.items() if k != "head"}
+        settings = _settings(drafter)
     else:
         drafter = open_drafter(settings, target, source)
     trained_by = {key: head[key] for key in drafter.only_trained if key in head and key in settings}

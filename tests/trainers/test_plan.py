@@ -114,6 +114,19 @@ def test_a_draft_model_of_a_folder_is_planned_without_its_weights(head: str, voc
     assert count.trained == sum(p.numel() for p in drafter.parameters()) > 0
 
 
+def test_a_drafter_that_is_trained_further_is_planned_as_its_folder_has_it(tmp_path: Path) -> None:
+    """Not as conf/head would make a fresh one."""
+    asked, target = ("head=eagle", "target=tiny"), Target.load(str(ROOT / "assets" / "tiny"), device="cpu")
+    drafter = hub.build("eagle", target.shape, layers=2, draft_vocab=list(range(64)))
+    hub.save(drafter, tmp_path / "s", target.card, torch.float32)
+    found = plan(settings(*asked, f"trainer.start={tmp_path / 's'}"))
+    expected = plan(settings(*asked, "head.layers=2", "head.draft_vocab=64", "head.heads=null", "head.kv_heads=null"))
+    assert found == expected != plan(settings(*asked))
+    assert found.drafters[""] == sum(p.numel() for p in drafter.parameters())
+    with pytest.raises(UserError, match=r"trainer\.start: .* holds a drafter of the kind eagle: train it with head=eagle"):
+        plan(settings("head=mtp", "target=tiny", f"trainer.start={tmp_path / 's'}"))
+
+
 @pytest.mark.parametrize("weighting", ["decay", "dpace"])
 @pytest.mark.parametrize("head", ["eagle", "dflash", "dflare", "dspark", "domino", "dflash2", "lilicorr", "xpress"])
 def test_operations_of_the_loss(head: str, weighting: str, monkeypatch: pytest.MonkeyPatch) -> None:
