@@ -103,6 +103,22 @@ def depth_of(config: Any) -> int:
     return count
 
 
+def model_class(config: Any) -> Any:
+    """The class of transformers that loads a target with this config: its causal LM, or where it has none the multimodal model, of which
+    only the language model is run. None where it has neither.
+    """
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
+
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    return AutoModelForImageTextToText if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else None
+
+
 def check_kinds(config: Any, what: str, drafts: bool = False) -> None:
     """Raises UserError naming a kind of layer that cannot forget rejected rows. ``what``: the model's name in the error. ``drafts``: it
     reads guesses one after another, so that recurrent layers would have to save their state at every guess.

@@ -12,7 +12,7 @@ import torch
 
 from headstart.heads.base import Drafter, TargetShape
 from headstart.heads.errors import UserError
-from headstart.heads.kinds import check_kinds
+from headstart.heads.kinds import check_kinds, model_class
 from headstart.inference.decoding.info import DTYPES, TargetInfo, loading
 from headstart.inference.decoding.placement import check_device, say
 from headstart.inference.decoding.plans import load_plans
@@ -99,13 +99,13 @@ def how_to_load(settings: Settings) -> Settings:
 
 def _size(config: Settings, dtype: str) -> str:
     """A line with a model's shapes and the size of its weights, from its config alone."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     hf = AutoConfig.for_model(**config)
     shape = TargetShape.of(hf)
     stored = shape.dtype if dtype == "auto" else dtype
     with torch.device("meta"):
-        weights = sum(p.numel() for p in AutoModelForCausalLM.from_config(hf).parameters())
+        weights = sum(p.numel() for p in model_class(hf).from_config(hf).parameters())
     gigabytes = weights * DTYPES[stored].itemsize / 1e9
     sizes = f"{shape.layers} layers, hidden size {shape.hidden_size}, vocabulary {shape.vocab_size}"
     return f"{sizes}, {weights / 1e9:.1f} billion weights: {gigabytes:.0f} GB in {stored}"

@@ -12,14 +12,13 @@ from torch import Tensor, nn
 
 from headstart.heads import layers
 from headstart.heads.base import TargetShape
+from headstart.heads.kinds import model_class
 
 
 def without_weights(hf: Any) -> Any:
     """The model of a transformers config, on the meta device, frozen."""
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(hf).requires_grad_(False)
+        return model_class(hf).from_config(hf).requires_grad_(False)
 
 
 class _FusedNorm(torch.autograd.Function):

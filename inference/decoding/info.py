@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from headstart.heads.bars import no_bars
 from headstart.heads.base import TargetEnds, TargetShape
 from headstart.heads.errors import UserError, first_line
+from headstart.heads.kinds import model_class
 from headstart.heads.seal import target_card, tokenizer_sha
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class TargetInfo(ABC):
 
     @abstractmethod
     def first_values(self) -> Iterable[tuple[str, Tensor]]:
-        """The name of every parameter of the model with its first ``FEW`` values, in the parameter's dtype."""
+        """The name of every parameter that reads text, with its first ``FEW`` values, in the parameter's dtype."""
 
     # These three serve targets whose passes run in another process or on another machine. For a target in this process they do nothing.
 
@@ -105,6 +106,18 @@ class TargetInfo(ABC):
             few = values.detach().to("cpu", torch.bfloat16)  # so that the digest does not depend on the dtype that the target was loaded in
             sha.update(name.encode() + few.view(torch.uint8).numpy().tobytes())
         return {**self.card, "weights": sha.hexdigest()}
+
+
+def read_names(model: Any) -> tuple[str, ...]:
+    """How the names of the parameters begin that a text is read with: the language model's and the output head's of a multimodal model,
+    all ("") of a causal LM.
+    """
+    from transformers import AutoModelForImageTextToText
+
+    if model_class(model.config) is not AutoModelForImageTextToText:
+        return ("",)
+    parts = model.get_decoder(), model.get_output_embeddings()
+    return tuple(name and f"{name}." for name, module in model.named_modules() if any(module is part for part in parts))
 
 
 def shape_of(config: Any, name: str) -> TargetShape:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headstart.heads.kinds import model_class
 from headstart.heads.lm import Backbone, first_layers, stack_of
 from headstart.inference.decoding.stored import NotStored, StoredTarget
 
@@ -53,12 +54,11 @@ def every_state(target: StoredTarget, tokens_T: Tensor) -> dict[int, Tensor]:
 def _hollow(target: StoredTarget) -> Any:
     """The model with its weights on the meta device. Buffers computed from its config alone (rotations) are real."""
     from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
 
     like = target.files.model
     with init_empty_weights(include_buffers=False):
         how = {"dtype": like.dtype, "attn_implementation": like.config._attn_implementation, "trust_remote_code": False}
-        model: Any = AutoModelForCausalLM.from_config(like.config, **how)
+        model: Any = model_class(like.config).from_config(like.config, **how)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(target.device)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from headstart.heads.errors import UserError, first_line
-from headstart.heads.kinds import check_kinds
+from headstart.heads.kinds import check_kinds, model_class
 from headstart.heads.stored import check_model, named
 from headstart.inference.decoding.meeting import meet
 
@@ -95,10 +95,8 @@ def _check_heads(device: str, config: Any) -> None:
 
 def _gathered(config: Any) -> dict[str, str]:
     """The modules that are gathered one at a time, as a pass reaches them: each layer, and the modules before and after the layers."""
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = model_class(config).from_config(config)
     decoder, found = model.get_decoder(), {}
     inside = next(name for name, m in model.base_model.named_modules() if m is decoder)
     for name, child in decoder.named_children():
@@ -154,10 +152,8 @@ def check_config(config: Any, attention: str, path: str) -> None:
     """Raises UserError for a model that cannot be a target by its kind, and where ``sdpa`` would leave out a part of its attention.
     (transformers 5.23 refuses the latter too, 5.19 does not.)
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UserError(f"target {path}: transformers has no causal LM for models of kind {config.model_type}: take a model of text alone")
+    if model_class(config) is None:
+        raise UserError(f"target {path}: transformers has no language model for models of kind {config.model_type}: take another target")
     check_kinds(config.get_text_config(), path)
     if attention == "sdpa" and getattr(config.get_text_config(), "attn_logit_softcapping", None):
         raise UserError(f"target {path} caps its attention scores, which target.attention=sdpa leaves out: take target.attention=eager")

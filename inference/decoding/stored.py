@@ -22,8 +22,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from headstart.heads.errors import UserError, first_line
+from headstart.heads.kinds import model_class
 from headstart.heads.stored import INDEX, model_files, shards
-from headstart.inference.decoding.info import DTYPES, FEW, TargetInfo, ends_of, loading, rope_switch_of, shape_of
+from headstart.inference.decoding.info import DTYPES, FEW, TargetInfo, ends_of, loading, read_names, rope_switch_of, shape_of
 from headstart.inference.decoding.placement import check_config, check_device, check_folder, hub_answers, is_main, is_sharded
 from headstart.inference.decoding.target import Target
 
@@ -104,8 +105,6 @@ class _Files:
     """A model on the meta device, and the safetensors files that hold its weights."""
 
     def __init__(self, folder: Path, config: Any, dtype: str, attention: str) -> None:
-        from transformers import AutoModelForCausalLM
-
         if getattr(config, "quantization_config", None) or getattr(config, "transformers_weights", None):
             raise NotStored("its weights are quantised, or stored in another way")
         if (folder / "adapter_config.json").exists():
@@ -115,13 +114,14 @@ class _Files:
             raise NotStored("its config does not say its dtype")
         with torch.device("meta"):
             how = {"dtype": kind, "attn_implementation": attention, "trust_remote_code": False}
-            self.model: Any = AutoModelForCausalLM.from_config(config, **how)
+            self.model: Any = model_class(config).from_config(config, **how)
         if kind == torch.float16 and self.model._get_dtype_plan(kind):
             raise NotStored("some of its layers stay in float32")
         self.files: dict[str, Any] = {}
         for path in model_files(folder):
             file: Any = safe_open(path, framework="pt")
             self.files |= dict.fromkeys(file.keys(), file)
+        self.names = read_names(self.model)
         self.parameters = dict(self.model.named_parameters(remove_duplicate=False))
         kept = self.model.state_dict().keys()
         self.parameters |= {name: b for name, b in self.model.named_buffers() if name in kept and b.is_floating_point()}  # routers' buffers
@@ -157,7 +157,7 @@ class _Files:
             name, pattern = rename_source_key(key, renamings, converters, prefix, state)
             if name not in state and key in state:
                 name, pattern = rename_source_key(key, [], [], prefix, state)
-            if name in self.parameters:
+            if name in self.parameters and name.startswith(self.names):
                 found.setdefault(name, _Source(of_pattern.get(pattern), [])).parts.append((pattern or "", key))
         return found
 
@@ -170,7 +170,8 @@ class _Files:
 
     def first_values(self) -> Iterator[tuple[str, Tensor]]:
         found = {name: values for first in self.sources for name, values in self.read(first, FEW).items()}
-        for name in {name for name, _ in self.model.named_parameters()} | (set() if self.tied else {self.head}):
+        wanted = {name for name, _ in self.model.named_parameters() if name.startswith(self.names)}
+        for name in wanted | (set() if self.tied else {self.head}):
             stored = self.head if self.tied and name == self.embed and name not in found else name
             if stored not in found:
                 raise NotStored(f"its files lack {name}")

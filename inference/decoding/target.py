@@ -1,4 +1,4 @@
-"""The frozen target: any stock Hugging Face causal LM, read in two ways.
+"""The frozen target: any stock causal LM of Hugging Face, or the language model in a multimodal one, read in two ways.
 
 ``Target.read`` is the teacher-forced pass over packed documents (training). ``Target.read_rows`` is a pass of decoding: it reads rows
 after those in a key-value cache, by an attention rule and explicit positions. ``Context`` (one sequence) and ``Rounds`` (many) use it to
@@ -23,14 +23,14 @@ from torch import Tensor, nn
 
 from headstart.heads.base import TargetEnds
 from headstart.heads.errors import UserError
-from headstart.heads.kinds import check_kinds
+from headstart.heads.kinds import check_kinds, model_class
 from headstart.heads.lm import Backbone, stack_of
 from headstart.heads.memory import Memory, Passing, Slots
 from headstart.heads.prepack import prepack_beside
 from headstart.heads.products import frozen_layers
 from headstart.heads.visibility import CausalSees, ChainSees, Sees
 from headstart.inference.decoding.gathered import gather_ahead, let_go
-from headstart.inference.decoding.info import DTYPES, FEW, TargetInfo, ends_of, loading, rope_switch_of, scaled_head, shape_of
+from headstart.inference.decoding.info import DTYPES, FEW, TargetInfo, ends_of, loading, read_names, rope_switch_of, scaled_head, shape_of
 from headstart.inference.decoding.mend import mend_scales
 from headstart.inference.decoding.placement import (
     check_config,
@@ -58,7 +58,7 @@ def _documents(positions_BT: Tensor) -> Tensor:
 
 
 class Target(TargetInfo):
-    """A frozen causal LM of transformers and its tokenizer."""
+    """A frozen causal LM of transformers and its tokenizer. Of a multimodal model, only the language model is run: it reads text."""
 
     tensor = 1  # how many processes compute each layer together (tensor parallelism)
     group: Any = None  # the group of these processes, where each of them reads rows of its own (``read_apart``)
@@ -159,7 +159,7 @@ class Target(TargetInfo):
 
         Raises UserError naming the missing or damaged file, or the reason why the model cannot be a target.
         """
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoConfig, AutoTokenizer
 
         from headstart.inference.decoding.probe import check_driven
 
@@ -172,14 +172,8 @@ class Target(TargetInfo):
             config = AutoConfig.from_pretrained(path, **here)
             check_config(config, attention, str(path))  # before the weights, which are large
             tokenizer = AutoTokenizer.from_pretrained(path, **here)
-            model, loaded = AutoModelForCausalLM.from_pretrained(
-                path,
-                dtype=dtype if dtype == "auto" else DTYPES[dtype],
-                attn_implementation=attention,
-                **placement(device, config),
-                output_loading_info=True,
-                **here,
-            )
+            how: Any = {"dtype": DTYPES.get(dtype, "auto"), "attn_implementation": attention, **placement(device, config), **here}
+            model, loaded = model_class(config).from_pretrained(path, output_loading_info=True, **how)
         wait_for_all(device)
         if absent := sorted(loaded["missing_keys"]):  # transformers would go on with random numbers in their place
             raise UserError(f"target {path}: its weights lack {absent[0]} ({len(absent)} tensors): download them again")
@@ -215,7 +209,8 @@ class Target(TargetInfo):
         return self
 
     def first_values(self) -> Iterable[tuple[str, Tensor]]:
-        return ((name, _whole(parameter.detach()).flatten()[:FEW]) for name, parameter in self.model.named_parameters())
+        read = read_names(self.model)
+        return ((name, _whole(p.detach()).flatten()[:FEW]) for name, p in self.model.named_parameters() if name.startswith(read))
 
     def read_apart(self) -> Target:
         """For a target that is sharded over several processes: from now on every process passes rows of its own to ``read``, and has whole

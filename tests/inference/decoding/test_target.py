@@ -241,10 +241,10 @@ def test_a_damaged_folder_is_one_clear_line(folder: Path, damage: Callable[[Path
     assert str(folder) in str(e.value) and "\n" not in str(e.value)
 
 
-def test_a_kind_without_a_causal_lm_is_refused_before_its_weights_are_read(folder: Path) -> None:
-    (folder / "config.json").write_text(json.dumps({"model_type": "mistral3"}))
+def test_a_kind_without_a_language_model_is_refused_before_its_weights_are_read(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": "clip"}))
     for opened in (Target.load, StoredTarget):
-        with pytest.raises(UserError, match="transformers has no causal LM for models of kind mistral3: take") as e:
+        with pytest.raises(UserError, match="transformers has no language model for models of kind clip: take") as e:
             opened(str(folder), device="cpu")
         assert "\n" not in str(e.value)
 
