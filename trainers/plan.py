@@ -25,7 +25,7 @@ from headstart.heads.memory import Memory
 from headstart.heads.unroll import unroll
 from headstart.heads.vocab import most_frequent
 from headstart.inference.decoding.gathered import AT_ONCE
-from headstart.inference.decoding.info import DTYPES
+from headstart.inference.decoding.info import DTYPES, read_names
 from headstart.inference.decoding.placement import is_sharded, tensor_size
 from headstart.inference.settings import config_of
 from headstart.trainers.chunks import guesses_of, strip_of
@@ -183,14 +183,16 @@ def _spread(parallel: Settings, world: int, counted: list[Count], added: bool) -
 
 def parameters_of(model: torch.nn.Module, hf: Any) -> dict[str, int]:
     """Numbers of a model's parameters: outside the experts (``dense``), in the experts that a token uses (``active``), in the others
-    (``idle``). ``hf``: the transformers config of its layers; None where it has no experts.
+    (``idle``), in what reads images (``unread``). ``hf``: the transformers config of its layers; None where it has no experts.
     """
     text = None if hf is None else hf.get_text_config()
     experts = next((n for k in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(text, k, None))), 0)
     share = (getattr(text, "num_experts_per_tok", None) or experts) / experts if experts else 1.0
-    sizes = {name: p.numel() for name, p in model.named_parameters()}
-    routed = sum(n for name, n in sizes.items() if ".experts." in name)
-    return {"dense": sum(sizes.values()) - routed, "active": round(routed * share), "idle": routed - round(routed * share)}
+    read, everything = read_names(model), sum(p.numel() for p in model.parameters())
+    sizes = {name: p.numel() for name, p in model.named_parameters() if name.startswith(read)}
+    whole, routed = sum(sizes.values()), sum(n for name, n in sizes.items() if ".experts." in name)
+    active = round(routed * share)
+    return {"dense": whole - routed, "active": active, "idle": routed - active, "unread": everything - whole}
 
 
 def _pass(weights: int, shape: TargetShape, trainer: Settings) -> float:

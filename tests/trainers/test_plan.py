@@ -216,6 +216,14 @@ def test_published_sizes() -> None:
         assert (sizes["dense"] + sizes["active"]) / 1e9 == pytest.approx(active, rel=0.03), name
 
 
+def test_the_vision_tower_takes_memory_but_no_time() -> None:
+    text = {**CONFIG, "model_type": "mistral"}
+    tower = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    multimodal = AutoConfig.for_model("mistral3", text_config=text, vision_config=tower, tie_word_embeddings=False)
+    alone, whole = (module.parameters_of(without_weights(hf), hf) for hf in (AutoConfig.for_model(**text), multimodal))
+    assert alone["unread"] == 0 < whole["unread"] and whole == alone | {"unread": whole["unread"]}
+
+
 def test_what_is_captured_is_not_to_be_captured() -> None:
     for name, said in (("stdlib", True), ("shards", False)):
         asked = small("eagle")
