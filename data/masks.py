@@ -21,7 +21,7 @@ import numpy as np
 from headstart.data.packed import Document
 from headstart.heads.errors import UserError
 from headstart.inference.serving import text as texts
-from headstart.inference.serving.text import BadRow, Messages, refused, template_of, unicode
+from headstart.inference.serving.text import BadRow, Messages, as_read, refused, template_of, unicode
 from headstart.inference.serving.thoughts import BEGUN, THOUGHTS
 
 _ONE = threading.RLock()  # one thread at a time changes the date
@@ -153,7 +153,7 @@ def _tagged(tokenizer: Any, messages: Messages, tools: Tools, template: str) -> 
     try:
         with _some_day():
             rendered, spans = render_jinja_template(
-                conversations=[messages], chat_template=template, tools=tools, return_assistant_tokens_mask=True,
+                conversations=[as_read(tokenizer, messages)], chat_template=template, tools=tools, return_assistant_tokens_mask=True,
                 **tokenizer.special_tokens_map,
             )  # fmt: skip
     except Exception as error:  # templates raise errors of many kinds, see texts.render

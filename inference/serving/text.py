@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
 from headstart.heads.errors import UserError, first_line
@@ -15,6 +16,7 @@ ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assi
 ROLES |= {"developer": "system"}  # OpenAI's newer name
 SHARED = ROLES | dict.fromkeys(("chatgpt", "bing", "bard"), "assistant")  # in ShareGPT's files
 CONTEXT = 5  # tokens of the prompt decoded before the first new ones: some tokenizers drop the white space a text begins with
+WORD = "headstart"  # a text by which it is tried what a template writes
 GARBAGE = 64  # tokens without a whole character, after which none is expected any more
 
 Messages = list[dict[str, Any]]  # role and content; in messages that call tools, tool_calls too
@@ -95,6 +97,29 @@ def template_of(tokenizer: Any, tools: list[Any] | None = None) -> str:
     return template
 
 
+@lru_cache(8)
+def _wants_parts(tokenizer: Any, template: str) -> bool:
+    """Whether its template leaves out a text that is no list of parts, as those of some multimodal models do (SmolVLM, LLaVA)."""
+
+    def shows(content: Any) -> bool:
+        with suppress(Exception):  # a template is a program, see ``render``
+            return WORD in tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+        return False
+
+    return not shows(WORD) and shows(_parts(WORD))
+
+
+def _parts(content: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": content}]
+
+
+def as_read(tokenizer: Any, messages: Messages) -> Messages:
+    """The messages as the template reads them: their texts as lists of one part where it leaves out others."""
+    if not _wants_parts(tokenizer, str(tokenizer.chat_template)):
+        return messages
+    return [message | {"content": _parts(message["content"])} if message.get("content") else message for message in messages]
+
+
 def render(
     tokenizer: Any, messages: Messages, ask: bool = False, tools: list[Any] | None = None, variables: Mapping[str, Any] | None = None
 ) -> str:
@@ -104,7 +129,8 @@ def render(
     """
     try:
         more = dict(variables or {}) | ({"tools": tools} if tools else {})
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask, **more)
+        given = as_read(tokenizer, messages)
+        text: str = tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=ask, **more)
     except Exception as error:  # a template is a program: it may raise any kind of error for a conversation it was not written for
         raise refused(error) from None
     return unicode(text, "what the chat template writes")

@@ -66,6 +66,16 @@ PARTS = (
     "{% if block['type'] == 'thinking' %}{{ '[THINK]' + block['thinking'] + '[/THINK]' }}{% else %}{{ block['text'] }}{% endif %}"
     "{% endfor %}{% endif %}{{ '<end>' }}" + END + "{% if add_generation_prompt %}{{ '<s>assistant' }}{% endif %}"
 )
+# A content is a list of parts, and a text that is none is left out without a word (SmolVLM, LLaVA).
+ONLY_PARTS = (
+    EACH + "{{ '<s>' + m['role'] }}{% for block in m['content'] %}{% if block['type'] == 'text' %}{{ block['text'] }}{% endif %}"
+    "{% endfor %}{{ '<end>' }}" + END + "{% if add_generation_prompt %}{{ '<s>assistant' }}{% endif %}"
+)  # fmt: skip
+TAGGED_PARTS = (
+    EACH + "{{ '<s>' + m['role'] }}{% for block in m['content'] | selectattr('type', 'equalto', 'text') %}{% if m['role'] == 'user' %}"
+    "{{ block['text'] }}{% else %}{% generation %}{{ block['text'] + '<end>' }}{% endgeneration %}{% endif %}{% endfor %}" + END
+    + "{% if add_generation_prompt %}{{ '<s>assistant' }}{% endif %}"
+)  # fmt: skip
 DATED = "{{ strftime_now('%d %b %Y') }}" + EACH + "{{ '<s>' + m['role'] + m['content'] + '<end>' }}" + END + (
     "{% if add_generation_prompt %}{{ '<s>assistant' }}{% endif %}"
 )  # fmt: skip
@@ -101,6 +111,13 @@ def learnt(template: str, messages: list[dict[str, Any]], last: bool = False, **
 
 TWO = [user("One question?"), says("First."), user("Another one?"), says("Second.")]
 RESULT = {"role": "tool", "content": "sun"}
+
+
+@pytest.mark.parametrize("template", [ONLY_PARTS, TAGGED_PARTS])
+def test_a_template_that_reads_parts_alone_is_given_parts(template: str) -> None:
+    assert learnt(template, TWO) == ["First.<end>", "Second.<end>"]
+    asked = render(made(template), [user("One question?")], ask=True)
+    assert asked.startswith("<s>userOne question?") and asked.endswith("<s>assistant")
 
 
 def test_a_call_in_the_middle_has_no_thought() -> None:
