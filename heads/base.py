@@ -61,6 +61,8 @@ class TargetShape:
             text = text.per_layer_config[(getattr(text, "layer_types", None) or [full]).index(full)]
         rope = dict(getattr(text, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0})
         rope = dict(rope.get(full, rope))  # where there is one entry per kind of layer (gemma3)
+        # In text the sections of Qwen-VL's rotation have equal positions. Engines would ask a drafter that has them for three positions.
+        rope = {key: value for key, value in rope.items() if not key.startswith("mrope_") and (key, value) != ("type", "mrope")}
         # These types change with the length, or rotate a part of a head only. A drafter uses default RoPE with the same base.
         if rope.get("rope_type") in ("dynamic", "longrope", "proportional"):
             rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
@@ -223,6 +225,11 @@ class Drafter(nn.Module, ABC):
         if not self._ends:
             raise RuntimeError("the drafter has no target: call drafter.attach(target.ends) first")
         return self._ends[0]
+
+    @property
+    def target_config(self) -> Any:
+        """The target's transformers config; None where it is not at hand."""
+        return self._ends[0].config if self._ends else None
 
     def attach(self, ends: TargetEnds) -> None:
         """Share the target's embedding and head. Call it once, before ``begin``. Raises UserError if the folder holds another embedding."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from headstart.heads import hub
+from headstart.heads.base import TargetShape
+from headstart.heads.layers import Rope
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.decoder import generate_batch
 from headstart.inference.decoding.policy import TreePolicy
@@ -117,3 +121,22 @@ def test_the_vision_tower_is_no_part_of_what_is_stored(folder: Path, tmp_path: P
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(NotStored, match="its files lack"):
         StoredTarget(str(tmp_path), device="cpu")
+
+
+def test_a_drafter_rotates_by_one_position(tmp_path: Path) -> None:
+    """The config is written as that of Qwen2.5-VL, with the text's keys at the top. Where a drafter's config has sections, engines give
+    three positions for each token; vLLM refuses sections that do not fill a head.
+    """
+    text = {key: value for key, value in COMMON.items() if key != "head_dim"} | {"rope_theta": 1e6}
+    text |= {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "vision_config": QWEN, **text}))
+    config = AutoConfig.from_pretrained(tmp_path)
+    shape = TargetShape.of(config)
+    assert shape.rope == {"rope_type": "default", "rope_theta": 1e6}
+    model = AutoModelForImageTextToText.from_config(config)
+    own = Rope(shape.rope, shape.head_dim, shape.max_positions)
+    torch.testing.assert_close(own.frequencies, model.get_decoder().rotary_emb.inv_freq)
+    target = Target(model)
+    hub.save(make("eagle", target), tmp_path / "eagle", target.card, torch.float32)
+    assert "mrope" not in (tmp_path / "eagle" / "config.json").read_text()
+    assert hub.load(tmp_path / "eagle", shape).config["head"] == "eagle"
