@@ -103,20 +103,22 @@ def depth_of(config: Any) -> int:
     return count
 
 
+def reads_images(config: Any) -> bool:
+    """Whether it is the config of a multimodal model for which transformers has no causal LM."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    return type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+
 def model_class(config: Any) -> Any:
     """The class of transformers that loads a target with this config: its causal LM, or where it has none the multimodal model, of which
     only the language model is run. None where it has neither.
     """
-    from transformers import (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-        AutoModelForCausalLM,
-        AutoModelForImageTextToText,
-    )
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return AutoModelForCausalLM
-    return AutoModelForImageTextToText if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else None
+    if reads_images(config):
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else None
 
 
 def check_kinds(config: Any, what: str, drafts: bool = False) -> None:

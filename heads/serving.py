@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from headstart.heads.base import Drafter
 from headstart.heads.engines import serves
+from headstart.heads.kinds import reads_images
 from headstart.heads.override import typed
 
 OURS = "Headstart"
@@ -57,13 +58,15 @@ def serving(drafter: Drafter, target: str, folder: str, depth: int, attention: s
     ``dtype``: the type that the target's weights were measured in; auto: as stored, which commands need not say.
     """
     fmt = importlib.import_module(f"headstart.heads.formats.{drafter.format}")
-    ours = [_in_type(command, dtype) for command in own(target, folder, attention, dtype)]
+    images = reads_images(drafter.target_config)
+    ours = [_in_class(_in_type(command, dtype), images) for command in own(target, folder, attention, dtype)]
     if drafter.unserved:
         return Serving(ours, drafter.unserved)
     known: list[Command] = fmt.serving(drafter, target, folder, min(depth, drafter.max_depth or depth))
     if not known:
         return Serving(ours, fmt.unserved(drafter))
-    kind, rope = drafter.shape.model_type, drafter.shape.rope if hasattr(drafter, "rope") else {}
+    kind = drafter.target_config.model_type if images else drafter.shape.model_type  # engines choose their class by the whole model
+    rope = drafter.shape.rope if hasattr(drafter, "rope") else {}
     found = [command for command in known if serves(command.engine, _asked(command), kind)]
     if not found:
         return Serving(ours, f"none hands the layers of a {kind} target to a drafter")
@@ -75,7 +78,7 @@ def serving(drafter: Drafter, target: str, folder: str, depth: int, attention: s
         found = [replace(c, needs=f"{c.needs}; for this rope {MSCALE[c.engine]}") if c.engine in MSCALE else c for c in found]
     if not rope.get("truncate", True):  # gpt-oss's yarn; TensorRT-LLM rounds its bounds all the same
         found = [c for c in found if c.engine != "TensorRT-LLM"]
-    served, otherwise = [_in_type(command, dtype) for command in found if not command.lacks], _with_other_settings(found)
+    served, otherwise = [_in_class(_in_type(command, dtype), images) for command in found if not command.lacks], _with_other_settings(found)
     return Serving(served + ours, "", otherwise) if served else Serving(ours, otherwise)
 
 
@@ -100,6 +103,16 @@ def _in_type(command: Command, dtype: str) -> Command:
     if dtype != "auto" and command.engine == "transformers":
         return replace(command, text=re.sub(r"(?m)^(model = .*)\)$", rf'\1, dtype="{dtype}")', command.text))
     return command
+
+
+def _in_class(command: Command, images: bool) -> Command:
+    """The command with the class of transformers that loads the target; ``images``: it is a multimodal model without a causal LM."""
+    if not images or command.engine != "transformers":
+        return command
+    lines = [
+        f"{line}, AutoModelForImageTextToText" if line.startswith("from transformers import") else line for line in command.text.split("\n")
+    ]
+    return replace(command, text=re.sub(r"(?m)^model = AutoModelForCausalLM", "model = AutoModelForImageTextToText", "\n".join(lines)))
 
 
 def _scaled_otherwise(rope: Mapping[str, Any]) -> bool:

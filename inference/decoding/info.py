@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from headstart.heads.bars import no_bars
 from headstart.heads.base import TargetEnds, TargetShape
 from headstart.heads.errors import UserError, first_line
-from headstart.heads.kinds import model_class
+from headstart.heads.kinds import reads_images
 from headstart.heads.seal import target_card, tokenizer_sha
 
 if TYPE_CHECKING:
@@ -112,9 +112,7 @@ def read_names(model: Any) -> tuple[str, ...]:
     """How the names of the parameters begin that a text is read with: the language model's and the output head's of a multimodal model,
     all ("") of a causal LM.
     """
-    from transformers import AutoModelForImageTextToText
-
-    if model_class(model.config) is not AutoModelForImageTextToText:
+    if not reads_images(model.config):
         return ("",)
     parts = model.get_decoder(), model.get_output_embeddings()
     return tuple(name and f"{name}." for name, module in model.named_modules() if any(module is part for part in parts))

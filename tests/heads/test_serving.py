@@ -204,13 +204,31 @@ def test_targets_whose_layers_an_engine_keeps_to_itself(kind: str, head: str, en
     assert made.unserved == ("" if engines else f"none hands the layers of a {kind} target to a drafter")
 
 
+@pytest.mark.parametrize(
+    ("kind", "engines"),
+    [("mistral3", {"vLLM"}), ("qwen3_vl", {"vLLM", "SGLang"}), ("internvl", set()), ("llama", {"vLLM", "SGLang", "TensorRT-LLM"})],
+)
+def test_a_multimodal_target_is_served_as_a_whole(kind: str, engines: set[str], target: Target) -> None:
+    """Engines choose a class by the whole model, whatever its text part is."""
+    from transformers import AutoConfig
+
+    drafter = make("eagle", target, taps=[1, 3, 4])
+    drafter.attach(replace(target.ends, config=AutoConfig.for_model(kind)))
+    made = serving(drafter, "org/Model-1B", DIR, depth=6)
+    assert {c.engine for c in made.commands[:-2]} == engines
+    assert made.unserved == ("" if engines else f"none hands the layers of a {kind} target to a drafter")
+    name, program = "AutoModelForCausalLM" if kind == "llama" else "AutoModelForImageTextToText", made.commands[-1].text
+    assert name in program.split("\n")[0] and f"model = {name}.from_pretrained('org/Model-1B')" in program
+
+
 def test_every_kind_in_the_tables_can_be_a_target() -> None:
-    """Targets are causal LMs of transformers; of multimodal models whose text part is none, no target can be made."""
+    """Targets are causal LMs of transformers, or its multimodal models."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
     kinds = set[str]().union(*WITHOUT.values(), *WITH.values())
-    assert kinds & CONFIG_MAPPING_NAMES.keys() <= MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()  # others may come with a later transformers
+    loaded = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys()
+    assert kinds & CONFIG_MAPPING_NAMES.keys() <= loaded  # others may come with a later transformers
 
 
 def test_a_draft_model_that_engines_take_for_mtp_modules(target: Target) -> None:
