@@ -93,6 +93,13 @@ def test_loss_and_accuracy_of_each_depth(target: Target) -> None:
         walks.add(walk_rows(out.match_KBT, batch.supervised(1)))
     assert [together[f"train/loss_depth/{d}"] for d in (1, 2, 3)] == pytest.approx(both, rel=1e-4)
     assert together["expected_length"] == pytest.approx(walks.tokens / walks.rounds) != found["expected_length"]
+    assert held["heldout_expected_length"] == pytest.approx(walks.tokens / walks.rounds)
+
+    single = Learner(make("draft_lm", target), **LOSS)  # depth 1 alone is trained, and all are looked at
+    batch = look(repetitive(seed=7, documents=12).batch(slice(0, 4)), target, single.drafter.taps)
+    out = single(batch)
+    out.match_KBT[0], out.match_KBT[1:] = batch.supervised(1), False
+    assert len(out.match_KBT) == 3 and single.figures(out, single.wanted(batch))["train/depth/1/accuracy"] == 1
 
 
 @pytest.mark.parametrize(("name", "weighting", "terms", "kernel"), [
