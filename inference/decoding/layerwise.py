@@ -36,7 +36,9 @@ def every_state(target: StoredTarget, tokens_T: Tensor) -> dict[int, Tensor]:
     body, _, layers = stack_of(model.get_decoder(), target.shape.layers)
     reader = Backbone(body)
     later = _within(model, *layers, model.get_output_embeddings())
-    _fill(target, model, [name for name, _ in model.named_parameters() if not name.startswith(later)])
+    _fill(
+        target, model, [name for name, _ in model.named_parameters() if name.startswith(target.files.names) and not name.startswith(later)]
+    )
 
     def let_go(module: nn.Module, *_: Any) -> None:
         module.to("meta")

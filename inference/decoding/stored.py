@@ -121,7 +121,7 @@ class _Files:
         for path in model_files(folder):
             file: Any = safe_open(path, framework="pt")
             self.files |= dict.fromkeys(file.keys(), file)
-        self.names = read_names(self.model)
+        self.names = read_names(self.model)  # the beginnings of the names of the parameters that are read
         self.parameters = dict(self.model.named_parameters(remove_duplicate=False))
         kept = self.model.state_dict().keys()
         self.parameters |= {name: b for name, b in self.model.named_buffers() if name in kept and b.is_floating_point()}  # routers' buffers

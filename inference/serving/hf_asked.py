@@ -73,7 +73,8 @@ def check_fields(values: dict[str, Any]) -> None:
 def check_prepared(prepared: dict[str, Any]) -> None:
     """Raises UserError naming a prepared input that would change the output and is not supported."""
     for name in sorted(prepared.keys() - PREPARED):
-        if prepared[name] is not None:
+        unused = prepared[name] is None or (isinstance(prepared[name], dict) and not prepared[name])  # no image: mm_encoder_outputs={}
+        if not unused:
             raise UserError(f"{name} is not supported with a drafter: only input_ids and attention_mask are read")
     cache = prepared.get("past_key_values")
     if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):

@@ -14,15 +14,19 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from headstart.heads import hub
 from headstart.heads.base import TargetShape
+from headstart.heads.errors import UserError
 from headstart.heads.layers import Rope
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.decoder import generate_batch
+from headstart.inference.decoding.layerwise import every_state
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.stored import NotStored, StoredTarget
 from headstart.inference.decoding.target import Target
+from headstart.inference.hf import speculate
 from headstart.inference.reports.generate import hf_generate
+from headstart.inference.serving.hf_asked import check_prepared
 from tests.drafters import depth_of, make, random_tokens
 from tests.inference.decoding.test_stored_target import check_same, save
 from tests.tiny_targets import COMMON
@@ -98,6 +102,26 @@ def test_decoding_is_transformers_own(head: str, folder: Path) -> None:
         assert [generate(target, Drafting(drafter), prompt, new_tokens=NEW, policy=policy).tokens for prompt in PROMPTS] == expected
         static = generate_batch(target, drafter, PROMPTS, new_tokens=NEW, policy=policy, sequences=2)
         assert [g.tokens for g in static] == expected
+
+
+def test_generate_of_the_whole_model_drafts(folder: Path, tmp_path: Path) -> None:
+    """For a text transformers prepares an empty place for images; with images it is refused."""
+    target, model = LOAD(str(folder)), AutoModelForImageTextToText.from_pretrained(folder)
+    hub.save(make("eagle", target), tmp_path, target.card, torch.float32)
+    prompt = torch.tensor(PROMPTS[:1])
+    how: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    drafted = speculate(str(tmp_path))
+    assert torch.equal(model.generate(prompt, custom_generate=drafted, **how), model.generate(prompt, **how))
+    with pytest.raises(UserError, match="mm_encoder_outputs is not supported with a drafter: only input_ids"):
+        check_prepared({"mm_encoder_outputs": {"image": object()}})
+
+
+def test_layer_by_layer_the_states_are_the_same(folder: Path) -> None:
+    tokens = torch.tensor(random_tokens(9, 1))
+    found = every_state(StoredTarget(str(folder), device="cpu"), tokens)
+    expected = LOAD(str(folder)).read(tokens[None], torch.arange(9)[None], found)[0]
+    for k, state in found.items():
+        torch.testing.assert_close(state, expected[k][0], rtol=1e-4, atol=1e-4)
 
 
 def test_the_vision_tower_is_no_part_of_what_is_stored(folder: Path, tmp_path: Path) -> None:
