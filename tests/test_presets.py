@@ -74,7 +74,8 @@ def test_the_shapes_are_those_of_the_config(name: str) -> None:
     assert shape.head_dim == config.get("head_dim", config.get("qk_rope_head_dim"))
     assert shape.norm_eps == config["rms_norm_eps"] and shape.dtype == "bfloat16"
     rope = config.get("rope_parameters") or {"rope_theta": config["rope_theta"], **(config.get("rope_scaling") or {"rope_type": "default"})}
-    assert rope.items() <= shape.rope.items()
+    sections = {key for key in rope if key.startswith("mrope_")}  # of images, which drafters do not read
+    assert {key: shape.rope.get(key) for key in rope} == rope | dict.fromkeys(sections)
     assert [type(model).__name__] == config["architectures"]
     billions = sum(p.numel() for p in model.parameters()) / 1e9
     assert abs(billions / BILLIONS[name] - 1) < 0.03, f"{billions:.2f} billion parameters"
