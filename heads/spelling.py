@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 HALF = "\ufffd"  # what tokenizers write for a character whose bytes are not all there
+BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # how vocabularies with a fallback to bytes write the tokens of single bytes
 KEPT = 1 << 16  # tokens whose texts are cached: with log-probabilities, an answer needs each of them several times
 
 
@@ -26,7 +27,7 @@ def bytes_of(tokenizer: Any, token: int) -> list[int] | None:
     if HALF not in text:
         return list(text.encode())
     piece = tokenizer.convert_ids_to_tokens(token)
-    if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", piece):
+    if byte := BYTE.fullmatch(piece):
         return [int(byte[1], 16)]
     letters = _letters()
     return [letters[c] for c in piece] if letters.keys() >= set(piece) else None

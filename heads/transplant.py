@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.heads.errors import UserError, first_line
-from headstart.heads.spelling import bytes_of
+from headstart.heads.spelling import BYTE, bytes_of
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them is in every folder with a tokenizer
 ROLES = ("pad_token_id", "bos_token_id", "eos_token_id")  # special tokens that correspond whatever their text; the last named counts most
@@ -58,19 +58,21 @@ def transplant(lm: Any, donor: Any, own: Any, theirs: Any) -> int:
     """Fill embedding and output head of ``lm`` for the target's tokens from those of ``donor``, the model before ``resize``. ``own`` and
     ``theirs``: the tokenizers of donor and target. Returns how many tokens of the target are copies of one token.
     """
-    tables = _tables(lm)
-    parts = spelt(own, theirs, len(tables[0].weight))
+    tables, before = _tables(lm), _tables(donor)
+    parts = spelt(own, theirs, len(tables[0].weight), len(before[0].weight))
     with torch.no_grad():
-        for table, old in zip(tables, _tables(donor), strict=True):
+        for table, old in zip(tables, before, strict=True):
             table.weight.copy_(means(old.weight, parts))
     return sum(len(each) == 1 for each in parts)
 
 
-def spelt(own: Any, theirs: Any, vocabulary: int) -> list[list[int]]:
+def spelt(own: Any, theirs: Any, vocabulary: int, rows: int) -> list[list[int]]:
     """For every id of the target's vocabulary, the own tokens that spell its token together, from left to right and each as long as
-    possible. Empty for ids that stand for no token, and for tokens that cannot be spelt.
+    possible. Empty for ids that stand for no token, and for tokens that cannot be spelt. Own tokens from ``rows`` on have no row.
     """
-    known = {bytes(raw): token for token in sorted(own.get_vocab().values(), reverse=True) if (raw := bytes_of(own, token))}
+    # Of tokens with the same text the last one here is taken: a fallback to bytes is never trained where another token has that text.
+    order = sorted(own.get_vocab().items(), key=lambda each: (BYTE.fullmatch(each[0]) is not None, each[1]), reverse=True)
+    known = {bytes(raw): token for _, token in order if token < rows and (raw := bytes_of(own, token))}
     longest, found = max(map(len, known)), [list[int]() for _ in range(vocabulary)]
     for token in theirs.get_vocab().values():
         rest = bytes(bytes_of(theirs, token) or [])
@@ -80,7 +82,7 @@ def spelt(own: Any, theirs: Any, vocabulary: int) -> list[list[int]]:
             rest = rest[end or 1 :]
     for role in ROLES:
         ours, its = getattr(own, role), getattr(theirs, role)
-        if ours is not None and its is not None:
+        if ours is not None and its is not None and ours < rows and its < vocabulary:
             found[its] = [ours]
     return found
 

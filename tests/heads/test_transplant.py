@@ -90,7 +90,7 @@ def test_the_same_tokens_under_other_ids_are_guessed_with_the_same_probabilities
 
 def test_a_token_is_spelt_by_the_longest_tokens_of_the_other_tokenizer() -> None:
     for own, theirs in ((tokenizer(), spaced()), (tokenizer(), tokenizer()), (tokenizer(), shuffled())):
-        found, special = spelt(own, theirs, 200), {theirs.convert_tokens_to_ids(token) for token in SPECIAL}
+        found, special = spelt(own, theirs, 200, 200), {theirs.convert_tokens_to_ids(token) for token in SPECIAL}
         raw = {token: bytes(bytes_of(own, token) or []) for token in own.get_vocab().values()}
         for token, parts in enumerate(found):
             if token >= len(theirs):
@@ -100,13 +100,37 @@ def test_a_token_is_spelt_by_the_longest_tokens_of_the_other_tokenizer() -> None
                 assert b"".join(raw[part] for part in parts) == bytes(byte for byte in whole if bytes([byte]) in raw.values())
                 assert whole not in raw.values() or len(parts) == 1
     known = spaced()
-    pieces = spelt(known, byte_level(["Ġabb", "Ġcde", "xa"]), 3)
+    pieces = spelt(known, byte_level(["Ġabb", "Ġcde", "xa"]), 3, len(known))
     assert [known.convert_ids_to_tokens(parts) for parts in pieces] == [["▁a", "b", "b"], ["▁cd", "e"], []]  # it has no x and no bare a
 
 
 def test_special_tokens_correspond_by_their_role() -> None:
     other = byte_level(["q", "</s>", "<bos>"], eos_token="</s>", bos_token="<bos>")
-    assert spelt(tokenizer(), other, 3)[1:] == [[2], [1]]  # <end> and <s>
+    assert spelt(tokenizer(), other, 3, SIZE)[1:] == [[2], [1]]  # <end> and <s>
+
+
+def test_a_fallback_to_bytes_is_taken_only_for_what_no_other_token_spells() -> None:
+    """It stands before the letters in vocabularies made by SentencePiece, whose texts never hold it where a letter spells the same."""
+    pieces = {piece: i for i, piece in enumerate(["<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "A", "é"])}
+    fast = Tokenizer(models.BPE(pieces, [], byte_fallback=True))
+    fast.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    own = PreTrainedTokenizerFast(tokenizer_object=fast)
+    found = spelt(own, byte_level(["A", "ĠA", "Ã©", "ÃŁ"]), 4, len(pieces))
+    assert [own.convert_ids_to_tokens(parts) for parts in found] == [["A"], ["▁", "A"], ["é"], ["<0xC3>", "<0x9F>"]]
+
+
+def test_tokens_without_a_row_are_left_out(tmp_path: Path) -> None:
+    """Such as a pad token that was added to a tokenizer alone, the target's or the other model's. Both were a traceback."""
+    for theirs, own in ((1, 0), (0, 2), (1, 2)):
+        more, whole, extra = tokenizer(), target(), shuffled(extra=4)
+        more.add_special_tokens({"pad_token": "<added>"})
+        whole.tokenizer = more if theirs else whole.tokenizer
+        folder = tmp_path / f"{theirs}{own}"
+        model = donor(folder, extra, vocab_size=100 - own)
+        drafter = started(folder, Target(whole.model, whole.tokenizer), transplant=True)
+        letter, known = whole.tokenizer.convert_tokens_to_ids("a"), extra.convert_tokens_to_ids("a")
+        assert known < 100 - own
+        assert torch.equal(drafter.lm.get_input_embeddings().weight[letter], model.get_input_embeddings().weight[known])
 
 
 def test_rows_are_means() -> None:
