@@ -109,10 +109,8 @@ def _in_class(command: Command, images: bool) -> Command:
     """The command with the class of transformers that loads the target; ``images``: it is a multimodal model without a causal LM."""
     if not images or command.engine != "transformers":
         return command
-    lines = [
-        f"{line}, AutoModelForImageTextToText" if line.startswith("from transformers import") else line for line in command.text.split("\n")
-    ]
-    return replace(command, text=re.sub(r"(?m)^model = AutoModelForCausalLM", "model = AutoModelForImageTextToText", "\n".join(lines)))
+    text = re.sub(r"(?m)^(from transformers import .*)$", r"\1, AutoModelForImageTextToText", command.text)
+    return replace(command, text=re.sub(r"(?m)^model = AutoModelForCausalLM", "model = AutoModelForImageTextToText", text))
 
 
 def _scaled_otherwise(rope: Mapping[str, Any]) -> bool:
