@@ -82,6 +82,9 @@ def in_columns(row: dict[str, Any], columns: Sequence[str]) -> dict[str, Any]:
         row = logged(row)
         if not {"messages", "conversations"} & row.keys():
             text = "; plain text is data=text" if isinstance(row.get("text"), str) else ""
+            if isinstance(request := row.get("request"), dict) and isinstance(_body(request).get("messages"), list):
+                raise BadRow('a server\'s log without a whole reply (no "message" in its first choice): leave out failed requests, and '
+                             "write the pieces of a streamed reply as one message")  # fmt: skip
             if "regenerated" in row:
                 text = "; answers that the target gave to plain text are data=regenerated"
             raise BadRow(

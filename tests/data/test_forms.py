@@ -102,6 +102,14 @@ def test_a_logged_call_of_a_tool_is_the_requests(tmp_path: Path) -> None:
         assert talk_of(other) == (TALK, None), "not a reply"
 
 
+@pytest.mark.parametrize("piece", [{"choices": [{"delta": {"content": "1"}}]}, {"choices": []}, {"error": {"message": "busy"}}, "data: {}"])
+def test_a_log_without_a_whole_reply_is_named_as_such(piece: Any) -> None:
+    """It was taken for a row whose columns are to be named, which would not help."""
+    for asked in ({"messages": TALK[:1]}, {"body": {"messages": TALK[:1]}}):
+        with pytest.raises(BadRow, match=r"log without a whole reply .* leave out failed requests, and write the pieces of a streamed"):
+            talk_of({"request": asked, "response": piece})
+
+
 def test_a_system_prompt_beside_the_messages_stands_in_front_of_them() -> None:
     """As LLaMA-Factory's files have it."""
     prompt, sharegpt = {"role": "system", "content": "Be brief."}, [{"from": "human", "value": "One?"}, {"from": "gpt", "value": "1"}]
