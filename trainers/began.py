@@ -43,7 +43,13 @@ class Began:
             if of is target:
                 drafter.acceptance = prior.measure(target, drafter, prompts)
                 self.contenders[start, of] = Contender(drafter, policy)
-        return {f"trainer.start={start}": each for (start, of), each in self.contenders.items() if of is target}
+        return {self._row(*key): each for key, each in self.contenders.items() if key[1] is target}
+
+    def _row(self, start: str, target: Target) -> str:
+        """The name of a row. Where the same drafter is decoded with several targets (trainer.lora), it also names the target's arms."""
+        alone = sum(other == start for other, _ in self.drafters) == 1
+        arms = ", ".join(name for name, each in self.starts.items() if each == (start, target))
+        return f"trainer.start={start}" + ("" if alone else f" with the target of {arms}")
 
     def beside(self, name: str, ended: Contender) -> dict[str, Any]:
         """The report's key ``began_with`` for the arm ``name``, whose drafter is ``ended``: the accepted lengths of the drafter that it

@@ -17,7 +17,7 @@ from headstart.inference.decoding.target import Target
 from headstart.inference.reports.measure import make_report
 from headstart.inference.settings import open_decode
 from headstart.inference.speculator import open_speculator
-from headstart.trainers import checkpoint
+from headstart.trainers import began, checkpoint
 from headstart.trainers.run import run
 from headstart.trainers.start import check_start, first_drafter, open_start, trained_drafter
 from tests.drafters import HEADS, arguments, fresh, make
@@ -183,3 +183,17 @@ def test_a_fresh_drafter_is_that_of_its_seed_and_begins_with_the_targets_head():
     (trimmed, _) = first(1, draft_vocab=3)
     assert trimmed.unembedding(1).ids_V.tolist() == [3, 7, 50], "the most frequent tokens of the data"
     assert torch.equal(trimmed.lm_head.weight, target.ends.head_VD[[3, 7, 50]])
+
+
+def test_a_start_decoded_with_two_targets_has_a_row_with_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with two arms that train the target too: of two rows with one name, a comparison would show the last."""
+    monkeypatch.setattr(began, "open_speculator", lambda folder, target: SimpleNamespace(acceptance=None))
+    monkeypatch.setattr(began, "Contender", lambda drafter, policy: drafter)
+    monkeypatch.setattr(began.prior, "measure", lambda *_: None)
+    frozen, other, third = object(), object(), object()
+    starts = {"one": "S", "two": "S", "three": "S", "four": "T", "new": None}
+    targets = dict(zip(starts, (frozen, frozen, other, third, frozen), strict=True))
+    both = began.Began({name: {"trainer": {"start": start}} for name, start in starts.items()}, targets)  # type: ignore[arg-type]
+    rows = [[*both.of(target, None, [])] for target in (frozen, other, third)]  # type: ignore[arg-type]
+    wanted = ["trainer.start=S with the target of one, two", "trainer.start=S with the target of three", "trainer.start=T"]
+    assert rows == [[name] for name in wanted]
