@@ -63,9 +63,10 @@ class DraftLm(ReadsTokens, Drafter):
             found = " and ".join(f"head.{key}" for key in given) or "none"
             raise UserError(f"the draft model is made from one of head.config, head.folder and head.layers, found {found}: "
                             "set the others to null")  # fmt: skip
-        if transplant and (folder is None or lora is not None):
-            raise UserError("head.transplant gives the model of head.folder new rows, which "
-                            + ("head.lora would not train: set it to null" if folder else "is not set"))  # fmt: skip
+        if transplant and folder is None:
+            raise UserError("head.transplant is for the model of head.folder: set head.folder")
+        if transplant and lora is not None:
+            raise UserError("head.lora would not train the rows that head.transplant makes: set one of them to null or false")
         self.folder, self.layers, self.transplant, self.lora, self.lm = folder, layers, transplant, lora, None
         if layers is None:
             lm = _from_config(config or {}, shape) if folder is None else _from_folder(folder)

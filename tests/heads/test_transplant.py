@@ -166,8 +166,8 @@ def test_another_vocabulary_is_refused_or_replaced(tmp_path: Path) -> None:
     ):
         started(tmp_path / "larger", whole)
     for settings, words in (
-        (dict(folder=None, config={}, transplant=True), "head.folder new rows, which is not set"),
-        (dict(transplant=True, lora=dict(rank=2, alpha=4)), "which head.lora would not train: set it to null"),
+        (dict(folder=None, config={}, transplant=True), "is for the model of head.folder: set head.folder"),
+        (dict(transplant=True, lora=dict(rank=2, alpha=4)), "head.lora would not train the rows that head.transplant makes"),
     ):
         with pytest.raises(UserError, match=words):
             hub.build("draft_lm", whole.shape, **{"folder": str(tmp_path / "other"), **settings})
