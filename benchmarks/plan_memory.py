@@ -57,7 +57,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def settings_of(case: dict[str, Any]) -> dict[str, Any]:
     trainer = dict(batch_size=2, length=512, accumulate=case.get("accumulate", 1), steps=3, epochs=None, gradient_checkpointing=False,
-                   optimizer=case.get("optimizer", "muon"), lr=1e-3, betas=[0.9, 0.95],
+                   start=None, optimizer=case.get("optimizer", "muon"), lr=1e-3, betas=[0.9, 0.95],
                    weight_decay=0.0, precision=case.get("precision", "fp32"))  # fmt: skip
     loss = dict(depth=case.get("depth", 3), chunk=256, terms={"kl": 1.0}, base_until=0.0, decay=0.8, weighting="decay", kernel="auto")
     where = dict(name="random", config=CONFIG, path="", dtype="float32", device="cpu")
