@@ -31,7 +31,7 @@ def tokenizer_of(folder: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder)
     except Exception as e:  # transformers and the tokenizers library raise a dozen kinds
-        raise UserError(f"its tokenizer cannot be loaded ({first_line(e)})") from e
+        raise UserError(f"the tokenizer of {folder} cannot be loaded ({first_line(e)})") from e
 
 
 def check_same(what: str, own: Any, theirs: Any, cure: str) -> None:

@@ -173,6 +173,9 @@ def test_another_vocabulary_is_refused_or_replaced(tmp_path: Path) -> None:
             hub.build("draft_lm", whole.shape, **{"folder": str(tmp_path / "other"), **settings})
     with pytest.raises(UserError, match="needs two tokenizers: the target has none"):
         started(tmp_path / "other", Target(tiny_target().model), transplant=True)
+    (tmp_path / "other" / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match=r"the tokenizer of .*other cannot be loaded \("):
+        started(tmp_path / "other", whole, transplant=True)
     (tmp_path / "other" / "tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"needs two tokenizers: .*other has none"):
         started(tmp_path / "other", whole, transplant=True)
