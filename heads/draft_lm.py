@@ -155,9 +155,7 @@ class DraftLm(ReadsTokens, Drafter):
             raise UserError(f"head.transplant needs two tokenizers: {'the target' if own else folder} has none")
         else:
             copies = transplant(self.lm, _from_folder(folder), own, theirs)  # read again: resizing may have cut its rows
-            warn_once(
-                f"{copies:,} of the target's {self.shape.vocab_size:,} tokens are tokens of {folder} too; others start as means of its"
-            )
+            warn_once(f"{copies:,} of the target's {self.shape.vocab_size:,} tokens are tokens of {folder} too, the others start as means")
 
     def states(self, tokens_BN: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees) -> Tensor:
         """The model's states after its final norm, [B, N, D]."""
