@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headstart.data.accepted import Answered
 from headstart.data.batch import TokenBatch
 from headstart.data.pack import pack
 from headstart.data.packed import Document
@@ -27,6 +28,8 @@ from headstart.heads.base import Drafter, Roots
 from headstart.heads.layers import Rope
 from headstart.heads.unroll import unroll
 from headstart.inference.decoding.decode import generate
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.rounds import Rounds
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
@@ -36,6 +39,7 @@ from headstart.trainers.diagnosis.wiring import scaled
 
 UNNORMED = "eagle1"  # a drafter that reads the embedding as it is
 LENGTH, ANSWER = 160, 64  # tokens of a row, and of an answer in it
+STEPS = 150  # of the training in seconds
 ASKED = ("def area(width, height):", "import os", "class Stack:", "for line in lines:", "def test_sum(self):", "return self._items",
          "x = {}", "with open(path) as file:")  # fmt: skip
 PROSE = """The ferry left at dawn with eleven passengers, two crates of oysters and a piano that nobody had ordered. By noon the fog lay so
@@ -61,8 +65,13 @@ def rows_of(target: Target, prompts: Sequence[Sequence[int]], seed: int = 0) -> 
     return [packed.batch(slice(i, i + 4)) for i in range(0, len(packed), 4)]
 
 
-def taught(drafter: Drafter, target: Target, prompts: Sequence[Sequence[int]], steps: int) -> Drafter:
-    """The drafter, trained in seconds until it knows the target's greedy answers to these prompts by heart."""
+def taught(head: str, target: Target, prompts: Sequence[Sequence[int]]) -> Drafter:
+    """A drafter that is trained in seconds until it knows the target's greedy answers to these prompts by heart. (After 60 steps, whether a
+    cause was named depended on the first weights.)
+    """
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        drafter = hub.build(head, target.shape)
     drafter.attach(target.ends)
     drafter.start_from(target.ends)
     depth, roots = min(3, drafter.max_depth or 3), []
@@ -71,7 +80,7 @@ def taught(drafter: Drafter, target: Target, prompts: Sequence[Sequence[int]], s
         states, _ = target.read(tokens_1T, torch.arange(tokens_1T.shape[1])[None], drafter.taps)
         roots.append(Roots(tokens_1T, F.pad(tokens_1T[:, 1:], (0, 1)), states, torch.arange(tokens_1T.shape[1])[None]))
     optimizer = torch.optim.AdamW(drafter.train().parameters(), lr=3e-3, weight_decay=0.0)
-    for step in range(steps):
+    for step in range(STEPS):
         each, loss = roots[step % len(roots)], torch.zeros(())
         for d, draft in enumerate(unroll(drafter, each, None, depth), start=1):
             unembedding = drafter.unembedding(d)
@@ -199,6 +208,25 @@ def export(case: Case) -> Case:
     return replace(case, live=live)
 
 
+def answers(case: Case) -> list[Answered]:
+    """What an engine with this target and this drafter answers, in chains of ``case.guesses``."""
+    chain, made = TreePolicy("chain", depth=case.guesses), list[Answered]()
+    for prompt in case.prompts:
+        said = generate(case.target, Drafting(case.drafter), prompt, new_tokens=case.room(prompt), policy=chain)
+        made.append(Answered(list(prompt), said.tokens, len(said.emitted), [], said.seconds))
+    return made
+
+
+def served(case: Case) -> Case:
+    """An engine feeds the drafter's feature from the other side of its final norm."""
+    return replace(case, answered=answers(norm(case)))
+
+
+def served_target(case: Case) -> Case:
+    """An engine runs a target whose weights are rounded to 5 bits."""
+    return replace(case, answered=answers(target(case)))
+
+
 @contextmanager
 def mixed_up(case: Case) -> Iterator[Case]:
     """In a batch, each sequence's drafter reads the states of the next sequence's prompt."""
@@ -214,5 +242,5 @@ def mixed_up(case: Case) -> Iterator[Case]:
 ON_ANOTHER = ("tap", "embedding")  # planted into UNNORMED: eagle norms its inputs, so adjacent layers look alike to it
 PLANTS: dict[str, Callable[[Case], Case]] = {
     "mask": mask, "template": template, "positions": positions, "tap": tap, "norm": norm, "vocabulary": vocabulary, "policy": policy,
-    "target": target, "tokenizer": tokenizer, "embedding": embedding, "export": export,
+    "target": target, "tokenizer": tokenizer, "embedding": embedding, "export": export, "served": served, "served_target": served_target,
 }  # fmt: skip

@@ -21,7 +21,6 @@ from benchmarks import causes
 from benchmarks.exactness import untrained
 from benchmarks.frame import RESULTS, ROOT, keep, parser
 from benchmarks.truth import random_target
-from headstart.heads import hub
 from headstart.inference.decoding.target import Target
 from headstart.inference.provenance import provenance
 from headstart.inference.speculator import load_attached
@@ -40,7 +39,7 @@ def base(target: Target) -> Case:
 
 def taught(case: Case, head: str) -> Case:
     """Another drafter of the same target, trained for seconds."""
-    drafter = causes.taught(hub.build(head, case.target.shape), case.target, case.prompts, 60)
+    drafter = causes.taught(head, case.target, case.prompts)
     return replace(case, drafter=drafter, live=None)
 
 

@@ -104,13 +104,15 @@ class Endpoint:
                 await asyncio.sleep(pause(attempt, error.after))
             attempt += 1
 
-    async def once(self, method: str, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None) -> Any:
-        """Send one request and return the JSON of the response, if its status is 200.
+    async def once(
+        self, method: str, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None, root: str | None = None
+    ) -> Any:
+        """Send one request and return the JSON of the response, if its status is 200. ``root``: what ``path`` belongs to; None: ``url``.
 
         Otherwise raises Again for a temporary failure, Unfit for too long a prompt, and UserError for anything else.
         """
         try:
-            async with self.session.request(method, self.url + path, json=body, headers=headers) as response:
+            async with self.session.request(method, (root or self.url) + path, json=body, headers=headers) as response:
                 status, raw, after = response.status, await response.read(), response.headers.get("Retry-After", "")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise Again(" ".join(str(error).split()) or type(error).__name__) from None

@@ -18,9 +18,8 @@ from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError
 
 from headstart.door import usage
 from headstart.door.early import one_line, reader_may_leave
-from headstart.door.schema import readers
 from headstart.door.sweep import defaults, given
-from headstart.door.values import choices, of_yaml
+from headstart.door.values import choices, of_yaml, readers
 from headstart.door.words import listed, no_key
 from headstart.heads.errors import UserError, near
 from headstart.heads.override import quoted

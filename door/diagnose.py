@@ -1,15 +1,19 @@
-"""``python -m inference diagnose``: expected and decoded lengths of an exported folder, and why too few of its guesses are accepted."""
+"""``python -m inference diagnose``: expected, decoded and served lengths of a folder, and why too few of its guesses are accepted."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from headstart.heads.errors import UserError
+from headstart.heads.errors import UserError, counted
 
 
 def diagnose(config: dict[str, Any]) -> None:
-    """Print the expected and the decoded lengths, and every cause that is found for a difference, with its evidence and its cure."""
+    """Print the expected and the decoded lengths, with ``url`` those of a running engine too, and every cause that is found for a
+    difference, with its evidence and its cure.
+    """
+    from headstart.data.accepted import Accepting
+    from headstart.data.endpoint import key_in
     from headstart.data.prompts import fitting
     from headstart.inference.decoding.policy import TreePolicy
     from headstart.inference.decoding.sampling import SamplingParams
@@ -19,6 +23,7 @@ def diagnose(config: dict[str, Any]) -> None:
     from headstart.trainers import diagnosis
     from headstart.trainers.gate import decode_beside
 
+    engine = None if config["url"] is None else Accepting(config["url"], config["model"], key_in(config["key"]))
     target = open_target(config["target"])
     drafter = load_attached(config["speculator"], target)
     about = of_run(Path(config["run"]), target, config) if config["run"] is not None else {"prompts": []}
@@ -32,9 +37,41 @@ def diagnose(config: dict[str, Any]) -> None:
             parts = ": THEY PART" if row["apart"] else ""
             print(f"{shape} at {name.replace('_', ' ')}: expected {row['expected']:.3f}, decoded {row['decoded']:.3f} "
                   f"({error_text(row['standard_error'], ' of the difference')}){parts}")  # fmt: skip
+    if engine is not None:
+        case = served_too(case, engine, config["guesses"])
     if len(case.prompts) == 1:
         print("one prompt: chance is not told from a wrong connection of the drafter (its taps, norm, positions): give some eight prompts")
     print(*diagnosis.lines(diagnosis.diagnose(case)), sep="\n")
+
+
+def served_too(case: Any, engine: Any, guesses: int | None) -> Any:
+    """Let a running engine answer the prompts, and print what it accepts. Returns the case with its answers. ``guesses``: of its rounds;
+    None: as it says. Raises UserError where it does not say so, and where it fails.
+    """
+    from contextlib import closing
+    from dataclasses import replace
+
+    from headstart.inference.decoding.policy import TreePolicy, fit_depth
+    from headstart.inference.reports.progress import watched
+    from headstart.trainers.diagnosis.engine import apart, beside
+
+    with closing(engine):
+        if (guesses := guesses or engine.guesses) is None:
+            raise UserError(f"{engine.engine} does not say how many guesses a round has: give guesses=N, as it was started with")
+        asked = watched(case.prompts, f"prompts to {engine.engine}", len(case.prompts))
+        answered = [engine.answer(prompt, case.room(prompt), case.target.stop_ids) for prompt in asked]
+    case = replace(case, answered=answered, guesses=fit_depth(TreePolicy("chain", depth=guesses), case.drafter).depth)
+    expected, here, there = beside(case)
+    rounds, seconds = sum(there.rounds), sum(each.seconds for each in answered)
+    same = sum(a == b for a, b in zip(here.rounds, there.rounds, strict=True))
+    print(f"chain of {guesses} by {engine.engine} at temperature 0: served {there.length:.3f}, expected {here.length:.3f} over its texts, "
+          f"as many rounds in {same} of {counted(len(answered), 'answer')}, {sum(there.tokens) / seconds:.0f} tokens/s"
+          f"{': THEY PART' if apart(here, there) else ''}")  # fmt: skip
+    reached = [sum(column) / rounds for column in zip(*(each.accepted for each in answered), strict=False)]
+    for name, shares in (("served", reached), ("expected", [n / expected.rounds for n in expected.reached])):
+        if shares:
+            print(f"acceptance by depth, {name}: {' '.join(f'{share:.0%}' for share in shares)}")
+    return case
 
 
 def settings_of(run: Path) -> dict[str, Any]:

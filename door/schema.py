@@ -11,28 +11,20 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from headstart.door import values
+from headstart.door import groups, values
 from headstart.door.groups import (
-    CaptureGroup,
     Data,
     Decode,
-    Export,
     Group,
     Head,
-    Launcher,
     Loss,
-    Parallel,
     Served,
     Skip,
-    Suite,
     Target,
-    Tracker,
     Trainer,
 )
-from headstart.door.values import Above0, AtLeast0, Count, Length, Place, Seed, Whole, Word, choices, of_yaml
+from headstart.door.values import Above0, AtLeast0, Count, Length, Place, Seed, Taps, Whole, Word
 from headstart.door.words import Says
-
-Taps = Annotated[list[Count], Field(min_length=1), Says("a list of layers, [2, 6, 9] for example,")] | None
 
 
 class Door(Group):
@@ -53,9 +45,18 @@ class Door(Group):
         return self
 
 
-def readers() -> str:
-    """The choices of data that have a path."""
-    return ", ".join(f"data={choice}" for choice in choices("data") if "path" in of_yaml("data", choice))
+class Endpoint(Group):
+    """The settings of a door that may ask an endpoint: ``url`` (null: none is asked), and what belongs to it."""
+
+    url: values.Url | None
+    model: Word | None
+    key: Word | None
+
+    @model_validator(mode="after")
+    def _of_the_endpoint(self) -> Endpoint:
+        if self.url is None and (alone := [key for key in ("model", "key", "guesses") if getattr(self, key, None) is not None]):
+            raise ValueError(f"{alone[0]} belongs to url=: give url too, or leave it out")
+        return self
 
 
 class Reader(Door):
@@ -67,7 +68,7 @@ class Reader(Door):
     @model_validator(mode="after")
     def _path_of_the_data(self) -> Reader:
         if self.path is not None and self.path != self.data.path:
-            raise ValueError(f"path={self.path} is not what data={self.data.name} reads: give path alone, with one of {readers()}")
+            raise ValueError(f"path={self.path} is not what data={self.data.name} reads: give path alone, with one of {values.readers()}")
         return self
 
 
@@ -81,15 +82,15 @@ class Config(Reader):
     arms: values.Arms | None
     report: Literal["here", "none"]
     served: Served
-    capture: CaptureGroup
+    capture: groups.CaptureGroup
     loss: Loss
     head: Head
     trainer: Trainer
     decode: Decode
-    export: Export
-    tracker: Tracker
-    parallel: Parallel
-    launcher: Launcher
+    export: groups.Export
+    tracker: groups.Tracker
+    parallel: groups.Parallel
+    launcher: groups.Launcher
     plan: bool
     nodes: Whole
     gpus: Whole
@@ -137,7 +138,7 @@ class Verify(Group):
     drop: bool
 
 
-class Regenerate(Reader):
+class Regenerate(Reader, Endpoint):
     """conf/regenerate.yaml: ``python -m data regenerate``."""
 
     alone = "regenerate: each process would write the same lines; serve it and give url=, or"
@@ -153,9 +154,6 @@ class Regenerate(Reader):
     sequences: Whole
     max_length: Length
     speculator: Place | None
-    url: values.Url | None
-    model: Word | None
-    key: Word | None
     retries: Count
 
     @model_validator(mode="after")
@@ -199,7 +197,7 @@ class Tune(Door):
         return self
 
 
-class Diagnose(Door):
+class Diagnose(Door, Endpoint):
     """conf/diagnose.yaml: ``python -m inference diagnose``."""
 
     alone = "diagnose: layers are read one by one"
@@ -209,6 +207,7 @@ class Diagnose(Door):
     on_long: Skip
     count: Whole
     new_tokens: values.Enough
+    guesses: Whole | None
 
     @model_validator(mode="after")
     def _asks_something(self) -> Diagnose:
@@ -235,7 +234,7 @@ class Evaluate(Door):
     not_taken = {f"decode.{key}": f"an evaluation takes {own}=..."
                  for key, own in {"prompts": "count", "new_tokens": "new_tokens", "sequences": "sequences"}.items()}  # fmt: skip
     decode: Decode
-    suite: Suite
+    suite: groups.Suite
     speculator: Place
     path: Place | None
     against: Annotated[list[Place], Says("a list of choices of decode=, assisted, and folders of drafters")]

@@ -32,6 +32,11 @@ def of_yaml(group: str, choice: str) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key != "defaults"}
 
 
+def readers() -> str:
+    """The choices of data that have a path."""
+    return ", ".join(f"data={choice}" for choice in choices("data") if "path" in of_yaml("data", choice))
+
+
 def said(group: str, key: str) -> list[Any]:
     """The values of a key in the YAMLs of a group."""
     return [settings[key] for choice in choices(group) if key in (settings := of_yaml(group, choice))]
@@ -143,6 +148,7 @@ Whole = Annotated[int, Field(ge=1)]
 NewTokens = Annotated[int, Field(ge=2)]  # the pass over the prompt gives the first token, the rounds that are measured give the others
 Enough = Annotated[int, Field(ge=FEWEST)]  # new tokens
 Count = Annotated[int, Field(ge=0)]
+Taps = Annotated[list[Count], Field(min_length=1), Says("a list of layers, [2, 6, 9] for example,")] | None
 Above0 = Annotated[float, Field(gt=0)]
 AtLeast0 = Annotated[float, Field(ge=0)]
 Probability = Annotated[float, Field(ge=0, lt=1)]

@@ -16,6 +16,8 @@ of its table, the drafter gets scaled embeddings. That happens with VaultGemma i
 
 from __future__ import annotations
 
+SGLANG_BRANCHES = "speculative_eagle_topk"  # SGLang's setting: children of a node of its trees; 1: it drafts chains
+
 
 def _kinds(names: str) -> set[str]:
     return set(names.split())

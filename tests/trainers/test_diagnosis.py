@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from benchmarks import causes
-from headstart.heads import hub
 from headstart.inference.decoding.target import Target
 from headstart.inference.speculator import load_attached
 from headstart.trainers import diagnosis
@@ -41,7 +40,7 @@ def healthy() -> Case:
 def without_norms() -> Case:
     """Of a drafter that reads the embedding as it is: what its layer reads of the other one is normed, whatever its scale."""
     prompts = causes.prompts_of(target(), causes.ASKED[:6])
-    return replace(healthy(), drafter=causes.taught(hub.build(causes.UNNORMED, target().shape), target(), prompts, 60), live=None)
+    return replace(healthy(), drafter=causes.taught(causes.UNNORMED, target(), prompts), live=None)
 
 
 @pytest.mark.parametrize("case", [healthy, pytest.param(without_norms, marks=pytest.mark.slow)])

@@ -11,6 +11,7 @@ from headstart.trainers.diagnosis import serving, text, wiring
 from headstart.trainers.diagnosis.case import CURES as CURES
 from headstart.trainers.diagnosis.case import Case as Case
 from headstart.trainers.diagnosis.case import Finding as Finding
+from headstart.trainers.diagnosis.engine import engine
 
 FILE = "diagnosis.json"
 LOOKS = (
@@ -27,8 +28,8 @@ LOOKS = (
 
 
 def diagnose(case: Case) -> list[Finding]:
-    """The findings of all checks. The surest checks come first."""
-    return [finding for look in LOOKS for finding in look(case)]
+    """The findings of all checks: the surest first, those of a running engine last."""
+    return [finding for look in (*LOOKS, engine) for finding in look(case)]
 
 
 def lines(findings: Sequence[Finding]) -> list[str]:

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from headstart.data.accepted import Answered
 from headstart.data.batch import TokenBatch
 from headstart.heads.base import Drafter
 from headstart.inference.decoding.decode import Generation, generate, longest
@@ -42,6 +43,14 @@ CURES = {  # key of a known cause -> its description, its cure
         "train and serve with the target's table as it is, unscaled",
     ),
     "export": ("a stale export", "export again: the training command does it when it is given once more"),
+    "served_target": (
+        "the engine answers with another target",
+        "start it with the target's weights, in the dtype that you train and decode with, and without a quantised cache",
+    ),
+    "served": (
+        "the engine computes the drafter otherwise",
+        "start it by the command of the model card, with a version that docs/engines.md names for this drafter",
+    ),
 }
 
 
@@ -65,7 +74,7 @@ class Case:
 
     ``rows``: some of its training rows or held-out rows. ``live``: its weights in the training. ``known``: facts from the training run:
     ``weights`` (a digest, as in ``TargetInfo.fingerprint``) and ``dtype`` of the target, and the ``step`` of ``live``. ``folder``: the
-    exported drafter.
+    exported drafter. ``answered``: greedy answers of a running engine to prompts, in rounds of ``guesses`` guesses each.
     """
 
     target: Target
@@ -76,6 +85,8 @@ class Case:
     known: Mapping[str, Any] = field(default_factory=dict)
     folder: Path | None = None
     new_tokens: int = 48
+    answered: Sequence[Answered] = ()
+    guesses: int = DEPTH
 
     @property
     def chain(self) -> TreePolicy:

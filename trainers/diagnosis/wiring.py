@@ -35,6 +35,7 @@ GAIN, SIGMAS = 1.1, 3.0  # the least gain in tokens per round, as a factor; and 
 LOST = 0.05  # the least share of the target's tokens outside a trimmed vocabulary
 THETAS = (0.02, 0.1, 10.0, 50.0)  # factors of the drafter's rope base: usual bases are 1e4, 1e5, 5e5, 1e6
 SWITCHES = ("norm_output",)  # settings of drafters that choose which side of a norm is read
+LEFT_OUT = ("fc_norm", "input_norm")  # norms of the tapped states, which older engines leave out
 
 
 @dataclass
@@ -140,6 +141,9 @@ def others(target: Target, drafter: Drafter) -> Iterator[Other]:
     for name in SWITCHES:
         if isinstance(now := getattr(drafter, name, None), bool):
             yield Other("norm", f"with {name}={not now}".lower(), within=partial(replaced, drafter, name, not now))
+    for name in LEFT_OUT:
+        if drafter._modules.get(name) is not None:
+            yield Other("norm", f"without {name}", within=partial(left_out, drafter, name))
     for off in (-1, 1):
         what = f"with the positions of guesses one {'later' if off > 0 else 'earlier'}"
         yield Other("positions", what, within=partial(stepped, drafter, off))
@@ -167,6 +171,10 @@ def rotations(target: Target, drafter: Drafter) -> Iterator[tuple[str, Tensor]]:
         return
     if found.shape == own.shape and not torch.allclose(found, own):
         yield "the target's rotation", own
+    rope, sizes = drafter.shape.rope, (drafter.shape.head_dim, drafter.shape.max_positions)
+    plain = Rope({"rope_type": "default", "rope_theta": rope["rope_theta"]}, *sizes).frequencies
+    if found.shape == plain.shape and not torch.allclose(found, plain):
+        yield f"its base without the scaling ({rope['rope_type']})", plain
     for times in THETAS:
         yield f"{times:g} times the base (rope_theta)", found * times ** -(torch.arange(len(found)) / len(found))
 
@@ -193,6 +201,16 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         delattr(owner, name) if before is owner else setattr(owner, name, before)
+
+
+@contextmanager
+def left_out(drafter: Drafter, name: str) -> Iterator[None]:
+    """Inside, the drafter has no module of this name."""
+    before, drafter._modules[name] = drafter._modules[name], None
+    try:
+        yield
+    finally:
+        drafter._modules[name] = before
 
 
 @contextmanager

@@ -1,0 +1,66 @@
+"""The rounds of a running engine are compared with those of its folder, and the wrong connection that gives them is named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks import causes
+from headstart.trainers.diagnosis import CURES, Case
+from headstart.trainers.diagnosis.engine import apart, beside, engine
+from tests.trainers.test_diagnosis import healthy, without_norms
+
+WRONG = {  # plant -> its drafter, and what it is named
+    "norm": (healthy, "with norm_output=false, it has"),
+    "tap": (without_norms, "fed with the layers before those it names"),
+    "embedding": (without_norms, "with the embedding times the square root of the hidden size"),
+}
+
+
+def asked() -> Case:
+    return replace(healthy(), guesses=5, new_tokens=32)
+
+
+def test_an_engine_that_drafts_as_here_raises_no_alarm() -> None:
+    case = replace(asked(), answered=causes.answers(asked()))
+    walk, here, there = beside(case)
+    assert engine(case) == [] and not apart(here, there)
+    assert here.rounds == there.rounds and here.tokens == there.tokens == [31.0] * len(case.answered)
+    assert walk.rounds == sum(there.rounds) and len(walk.reached) == 5
+    assert engine(asked()) == []  # that nobody has asked
+
+
+@pytest.mark.parametrize("plant", [pytest.param(key, marks=() if key == "norm" else pytest.mark.slow) for key in WRONG])
+def test_the_connection_that_gives_its_rounds_is_named(plant: str) -> None:
+    healthy_case, words = WRONG[plant]
+    case = replace(healthy_case(), guesses=5, new_tokens=32)
+    (found,) = engine(replace(case, answered=causes.answers(causes.PLANTS[plant](case))))
+    assert found.cause == CURES["served"][0] and words in found.evidence and found.evidence.endswith("the engine seems to run it so")
+
+
+def test_rounds_that_no_connection_gives_are_told_as_such() -> None:
+    """A round of an engine whose guesses are all wrong has one token."""
+    answered = [each._replace(rounds=len(each.tokens) - 1) for each in causes.answers(asked())]
+    (found,) = engine(replace(asked(), answered=answered))
+    assert found.cause == CURES["served"][0] and "has 1.00 tokens there" in found.evidence
+    assert "alternative connections has the engine's rounds" in found.evidence
+
+
+def test_answers_of_another_target_are_told_apart_from_ties() -> None:
+    """The last token of an answer has none behind it that would follow from it."""
+    answered = causes.answers(asked())
+
+    def changed(count: int) -> list[str]:
+        other = [each._replace(tokens=[*each.tokens[:-1], each.tokens[-1] ^ (i < count)]) for i, each in enumerate(answered)]
+        return [found.evidence for found in engine(replace(asked(), answered=other)) if found.cause == CURES["served_target"][0]]
+
+    assert changed(0) == changed(3) == []
+    (evidence,) = changed(len(answered))
+    assert evidence.startswith("of 192 tokens that the engine says, 6 are not the likeliest here; the first is token 32 of answer 1")
+
+
+def test_few_rounds_more_or_less_are_no_evidence() -> None:
+    answered = causes.answers(asked())
+    near = [each._replace(rounds=each.rounds + (i < 2)) for i, each in enumerate(answered)]
+    assert engine(replace(asked(), answered=near)) == []
