@@ -4,6 +4,7 @@ python -m inference speculator=DIR target=NAME prompts=FILE.jsonl          a rep
 python -m inference tune speculator=DIR target=NAME prompts=FILE.jsonl     the tree that is fastest on this machine
 python -m inference tune speculator=DIR target=NAME shards=DIR             the accepted length of each tree, without the target
 python -m inference diagnose speculator=DIR run=DIR target=NAME            why it is accepted less often than its training says
+python -m inference diagnose speculator=DIR prompts=FILE target=NAME url=URL   whether a running engine accepts as much as it should
 python -m inference expect speculator=DIR path=SHARDS target=NAME          the accepted length to expect, without the target
 python -m inference evaluate speculator=DIR suite=spec_bench path=FILE     a suite by category, beside plain decoding and others
 python -m inference chat speculator=DIR target=NAME                        in a terminal

@@ -79,6 +79,8 @@ def sure(figures: Mapping[str, Any], key: str) -> str:
     return f"{figures[key]:.2f}" + (f" ({within})" if within else "")
 
 
+SERVES, DIAGNOSES = "headstart infer serve ", "headstart infer diagnose "  # how our own commands begin (heads/serving.py)
+ASKS = "Whether a running engine accepts as many guesses as it should"
 AT_ONCE = ("at once", "temperature", "accepted length", "tokens/s with the drafter", "without", "speed-up")
 
 
@@ -128,6 +130,16 @@ def show_serving(report: Report) -> None:
             print(f"{command['engine']} ({command['needs']}):\n  {command['text']}")
     if report.get("otherwise"):
         print(report["otherwise"])
+    if command := asking_an_engine(report):
+        print(f"{ASKS}:\n  {command}")
+
+
+def asking_an_engine(report: Report) -> str:
+    """The command that asks a running engine how many guesses it accepts; "" where no engine loads the folder."""
+    if report.get("unserved"):
+        return ""
+    own = (command["text"] for command in report.get("serving", []) if command["text"].startswith(SERVES))
+    return next((f"{text.replace(SERVES, DIAGNOSES, 1)} prompts=FILE.jsonl url=http://127.0.0.1:8000/v1" for text in own), "")
 
 
 def figures_table(report: Report) -> list[str]:
@@ -147,6 +159,8 @@ def serving_lines(report: Report) -> list[str]:
         lines += [f"{command['engine']} ({command['needs']}):", "", f"```{command['language']}", command["text"], "```", ""]
     if report.get("otherwise"):
         lines += [f"{report['otherwise']}.", ""]
+    if command := asking_an_engine(report):
+        lines += [f"{ASKS}:", "", "```bash", command, "```", ""]
     return lines
 
 

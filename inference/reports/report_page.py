@@ -15,6 +15,7 @@ from headstart.inference.reports.figures import COVERED, GRAM, too_much
 from headstart.inference.reports.gain import several
 from headstart.inference.reports.lengths import APART
 from headstart.inference.reports.page import about, bar, between, figure, folded, h, interval, joined, page, section, table
+from headstart.inference.reports.render import ASKS, asking_an_engine
 from headstart.inference.reports.report import Report, shape_of
 from headstart.inference.reports.summary import summary
 from headstart.inference.reports.verdict import plain_at
@@ -269,6 +270,8 @@ def served(report: Report) -> list[Markup]:
     for command in report.get("serving", []):
         name = f"{command['engine']} ({command['needs']})"
         found.append(folded(name, h('<pre class="code">{}</pre>', command["text"])))
+    if command := asking_an_engine(report):
+        found.append(folded(ASKS, h('<pre class="code">{}</pre>', command)))
     return [*found, h("<p>{}.</p>", report["otherwise"])] if report.get("otherwise") else found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from headstart.heads import hub
 from headstart.inference.decoding.policy import AUTO
 from headstart.inference.decoding.target import Target
 from headstart.inference.reports.card import digest, hub_id, kept_card, serving_keys, write_card
-from headstart.inference.reports.render import markdown, show_serving
+from headstart.inference.reports.render import asking_an_engine, markdown, show_serving
 from headstart.inference.reports.report_page import served as on_page
+from tests.doors import call
 from tests.drafters import make
 from tests.reports import a_report
 from tests.trainers.conftest import save_target
@@ -109,6 +111,22 @@ def test_a_folder_that_no_engine_loads_says_so(target: Target, tmp_path: Path) -
     write_card(tmp_path / "s", report, target, SETTINGS)
     assert "No serving engine loads this folder: none has this kind of drafter." in parts(tmp_path / "s")[1]
     assert [c["engine"] for c in report["serving"]] == ["Headstart", "transformers"]
+    assert asking_an_engine(report) == "" and "diagnose" not in parts(tmp_path / "s")[1]
+
+
+def test_a_card_says_how_to_ask_the_engine(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command is what the door takes: settings that are wrong would be told before the missing file."""
+    report = export(target, tmp_path / "s")
+    write_card(tmp_path / "s", report, target, SETTINGS)
+    command = asking_an_engine(report)
+    assert f"```bash\n{command}\n```" in parts(tmp_path / "s")[1] and f"speculator={tmp_path}/s target=folder target.path=" in command
+    assert command in unescape("".join(on_page(report)))
+    show_serving(report)
+    assert f"accepts as many guesses as it should:\n  {command}\n" in capsys.readouterr().out
+    assert call("inference", shlex.split(command)[2:], tmp_path, monkeypatch) == 2
+    assert "prompts=FILE.jsonl" in capsys.readouterr().err
 
 
 def test_its_owners_words_stay(target: Target, tmp_path: Path) -> None:
