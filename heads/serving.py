@@ -23,6 +23,8 @@ from headstart.heads.kinds import reads_images
 from headstart.heads.override import typed
 
 OURS = "Headstart"
+SERVES, DIAGNOSES = "headstart infer serve ", "headstart infer diagnose "
+ASKS = "Whether a running engine accepts as many guesses as it should"
 # Words in a drafter's path by which vLLM (0.33: config/speculative.py) chooses the method, unless the command asks for one of KEPT.
 GUESSED, KEPT = re.compile("eagle-|eagle3|dflash|dspark"), ("eagle", "eagle3", "dflash", "dspark")
 # DeepSeek's yarn with an mscale: earlier releases ignore it in drafters, so that queries and keys become 1.37 times as large.
@@ -135,12 +137,22 @@ def words_of(target: str, folder: str, attention: str, dtype: str = "auto") -> l
     return words + ([] if dtype == "auto" else [f"target.dtype={dtype}"])
 
 
+def asking_an_engine(report: Mapping[str, Any]) -> str:
+    """The command that asks a running engine how many guesses it accepts, for the folder whose commands are in a report; "" where no engine
+    loads it.
+    """
+    if report.get("unserved"):
+        return ""
+    own = (command["text"] for command in report.get("serving", []) if command["text"].startswith(SERVES))
+    return next((f"{text.replace(SERVES, DIAGNOSES, 1)} prompts=FILE.jsonl url=http://127.0.0.1:8000/v1" for text in own), "")
+
+
 def own(target: str, folder: str, attention: str, dtype: str = "auto") -> list[Command]:
     """The commands for any format: the bundled endpoint, and ``generate`` of transformers."""
-    words = ["headstart", "infer", "serve", *words_of(target, folder, attention, dtype)]
+    text = SERVES + shlex.join(words_of(target, folder, attention, dtype))
     drafted = f"model.generate(**inputs, max_new_tokens=64, custom_generate=speculate({folder!r}))"
     return [
-        Command(OURS, shlex.join(words), "an OpenAI-compatible endpoint that verifies trees"),
+        Command(OURS, text, "an OpenAI-compatible endpoint that verifies trees"),
         transformers(target, drafted, f"through {OURS}", "from headstart.inference.hf import speculate"),
     ]
 

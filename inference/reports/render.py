@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headstart.heads.files import put, put_text
+from headstart.heads.serving import ASKS, asking_an_engine
 from headstart.inference.reports.figures import GRAM
 from headstart.inference.reports.page import between, interval
 from headstart.inference.reports.pictures import report_picture
@@ -79,8 +80,6 @@ def sure(figures: Mapping[str, Any], key: str) -> str:
     return f"{figures[key]:.2f}" + (f" ({within})" if within else "")
 
 
-SERVES, DIAGNOSES = "headstart infer serve ", "headstart infer diagnose "  # how our own commands begin (heads/serving.py)
-ASKS = "Whether a running engine accepts as many guesses as it should"
 AT_ONCE = ("at once", "temperature", "accepted length", "tokens/s with the drafter", "without", "speed-up")
 
 
@@ -132,14 +131,6 @@ def show_serving(report: Report) -> None:
         print(report["otherwise"])
     if command := asking_an_engine(report):
         print(f"{ASKS}:\n  {command}")
-
-
-def asking_an_engine(report: Report) -> str:
-    """The command that asks a running engine how many guesses it accepts; "" where no engine loads the folder."""
-    if report.get("unserved"):
-        return ""
-    own = (command["text"] for command in report.get("serving", []) if command["text"].startswith(SERVES))
-    return next((f"{text.replace(SERVES, DIAGNOSES, 1)} prompts=FILE.jsonl url=http://127.0.0.1:8000/v1" for text in own), "")
 
 
 def figures_table(report: Report) -> list[str]:

@@ -9,13 +9,13 @@ from typing import Any
 from markupsafe import Markup
 
 from headstart.heads.errors import counted
+from headstart.heads.serving import ASKS, asking_an_engine
 from headstart.inference.reports import heatmap
 from headstart.inference.reports.charts import KINDS, Series, lines
 from headstart.inference.reports.figures import COVERED, GRAM, too_much
 from headstart.inference.reports.gain import several
 from headstart.inference.reports.lengths import APART
 from headstart.inference.reports.page import about, bar, between, figure, folded, h, interval, joined, page, section, table
-from headstart.inference.reports.render import ASKS, asking_an_engine
 from headstart.inference.reports.report import Report, shape_of
 from headstart.inference.reports.summary import summary
 from headstart.inference.reports.verdict import plain_at

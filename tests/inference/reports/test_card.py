@@ -14,10 +14,11 @@ import yaml
 from transformers import AutoTokenizer
 
 from headstart.heads import hub
+from headstart.heads.serving import asking_an_engine
 from headstart.inference.decoding.policy import AUTO
 from headstart.inference.decoding.target import Target
 from headstart.inference.reports.card import digest, hub_id, kept_card, serving_keys, write_card
-from headstart.inference.reports.render import asking_an_engine, markdown, show_serving
+from headstart.inference.reports.render import markdown, show_serving
 from headstart.inference.reports.report_page import served as on_page
 from tests.doors import call
 from tests.drafters import make
