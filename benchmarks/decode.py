@@ -33,6 +33,10 @@ settings; our drafted side is ``decode=auto``. ``auto_over_best_fixed``: decode=
 (inference/reports/tune.py, on other prompts). ``speedup_tiny_t1``, ``auto_over_best_fixed_t1``: at temperature 1, over plain decoding, and
 over the best of plain decoding and two chains.
 
+Measured by other scripts, and repeated here (``--only others`` does nothing else): ``differing_tokens`` of ``compared_tokens`` by
+exactness.py, ``acceptance_by_rule_t1`` by rules.py (accepted length at temperature 1 of each rule's best shape).
+``speedup_tiny_vs_generate`` is ``speedup_tiny`` times ``plain_tiny_over_generate``.
+
 ``parts``: the origin of each part.
 """
 
@@ -57,11 +61,12 @@ from headstart.inference.speculator import open_speculator
 
 VERSUS = ["plain_tiny_over_vllm", "drafted_tiny_over_vllm", "plain_pair_over_vllm", "drafted_pair_over_vllm", "plain_tiny_over_generate",
           "plain_pair_over_generate", "auto_over_best_fixed", "auto_over_best_fixed_t1", "speedup_tiny_t1"]  # fmt: skip
-PARTS = {  # part -> its function, which returns figures
+PARTS = {  # part -> the figures that its function in WAYS returns
     "planted": ["vs_hf_assisted", "vs_hf_assisted_default", "vs_hf_assisted_not_prepacked", "efficiency", "v", "c"],
     "tiny": ["speedup_tiny"],
     "many": ["prefill_64x8_over_generate", "choices_8_over_generate"],
     "versus": VERSUS,
+    "others": ["differing_tokens", "compared_tokens", "acceptance_by_rule_t1", "speedup_tiny_vs_generate"],
 }
 Found = Iterator[dict[str, Any]]
 
@@ -84,11 +89,23 @@ def of_versus(args: argparse.Namespace) -> Found:
     return versus.measure(args.speculator, args.vllm, args.threads, args.quick)
 
 
+def of_others(args: argparse.Namespace) -> Found:
+    here, exact, rules = (json.loads(path.read_text()) for path in (args.out, RESULTS / "exactness.json", RESULTS / "rules.json"))
+    found: dict[str, Any] = {key: sum(run[key] for run in exact.values()) for key in ("differing_tokens", "compared_tokens")}
+    sampled = sorted((row for row in rules["rows"] if row["temperature"] == 1), key=lambda row: row["accepted_length"])
+    found["acceptance_by_rule_t1"] = {row["rule"]: row["accepted_length"] for row in sampled}  # the largest comes last
+    factors = [here.get(key) for key in ("speedup_tiny", "plain_tiny_over_generate")]
+    yield found | {"speedup_tiny_vs_generate": None if None in factors else factors[0] * factors[1]}
+
+
 def missing(args: argparse.Namespace) -> dict[str, str]:
     """The parts that cannot be measured -> why."""
     if (args.speculator / "config.json").is_file():
         return {}
     return dict.fromkeys(("tiny", "many", "versus"), f"--speculator: {args.speculator} has no config.json")
+
+
+WAYS = {"planted": of_planted, "tiny": of_tiny, "many": of_many, "versus": of_versus, "others": of_others}
 
 
 def main() -> None:
@@ -120,7 +137,7 @@ def main() -> None:
         console.rule(part, align="left")
         result |= dict.fromkeys(PARTS[part])
         began = time.perf_counter()
-        for found in {"planted": of_planted, "tiny": of_tiny, "many": of_many, "versus": of_versus}[part](args):
+        for found in WAYS[part](args):
             measured = result.get("parts", {}) | {part: here | {"seconds": time.perf_counter() - began}}
             result |= found | {"parts": measured}
             keep(args.out, result)

@@ -1,10 +1,12 @@
-"""Memory of EAGLE's training attention with grouped key-value heads, and of a long prompt.
+"""Memory and time of EAGLE's training attention with grouped key-value heads, and memory of a long prompt.
 
     python benchmarks/step_memory.py            # writes benchmarks/results/step_memory.json
 
 - ``attention_ratio``: peak memory of the attention in a training step (between the projections, all depths, forward and backward)
   relative to the former way, which repeated keys and values for all query heads at every depth. Each is measured in its own process.
   The peak is the largest resident size minus that before the step, when queries, keys and values already exist.
+- ``step_seconds_ratio``: seconds of that attention, ours over the former way: the larger ratio of two, with these heads and with those of
+  the drafter for ``tiny``. Both ways take turns, and the fastest of ``--turns`` counts.
 - ``prompt_16k_mb``: peak memory while a drafter as wide as Llama-3-8B reads a prompt in bf16. Its memory of the prompt counts; weights
   and the target's states do not. ``whole``: in one pass, the former way.
 """
@@ -14,8 +16,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +37,8 @@ from headstart.inference.decoding.propose import begin
 from headstart.inference.provenance import machine, provenance
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-HEADS, KV_HEADS, HEAD_DIM = 32, 4, 128
+HEADS, KV_HEADS, HEAD_DIM = GROUPED = 32, 4, 128
+TINY = 8, 8, 32  # the drafter of assets/tiny
 MAPPED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}  # frees at once: peaks are reproducible
 
 
@@ -83,16 +87,21 @@ def as_before() -> Iterator[None]:
         ChainSees.attend = own  # type: ignore[method-assign]
 
 
-def attention_part(tokens: int, depth: int, dtype: torch.dtype) -> tuple[Callable[[], None], list[Tensor]]:
-    """Returns the attention's forward and backward pass as a function, and its inputs: queries, keys and values of every depth."""
-    g, rope = torch.Generator().manual_seed(0), Rope(ROPE, HEAD_DIM, 2 * tokens)
+def attention_part(
+    tokens: int, depth: int, dtype: torch.dtype, shape: tuple[int, int, int] = GROUPED
+) -> tuple[Callable[[], None], list[Tensor]]:
+    """Returns the attention's forward and backward pass as a function, and its inputs: queries, keys and values of every depth. ``shape``:
+    query heads, key-value heads, and the size of a head.
+    """
+    heads, kv_heads, size = shape
+    g, rope = torch.Generator().manual_seed(0), Rope(ROPE, size, 2 * tokens)
     cos_sin = rope(torch.arange(tokens)[None])
 
     def leaf(heads: int) -> Tensor:
-        return torch.randn(1, tokens, heads, HEAD_DIM, generator=g).to(dtype).transpose(1, 2).requires_grad_()
+        return torch.randn(1, tokens, heads, size, generator=g).to(dtype).transpose(1, 2).requires_grad_()
 
-    leaves = [leaf(heads) for _ in range(depth) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    weight = torch.randn(1, HEADS, 1, HEAD_DIM, generator=g).to(dtype)
+    leaves = [leaf(count) for _ in range(depth) for count in (heads, kv_heads, kv_heads)]
+    weight = torch.randn(1, heads, 1, size, generator=g).to(dtype)
 
     def step() -> None:
         memory, sees, loss = Memory(), ChainSees(), torch.zeros((), dtype=dtype)
@@ -121,6 +130,21 @@ def attention_mb(variant: str, tokens: int, depth: int) -> float:
         return peak(step)
     with as_before():
         return peak(step)
+
+
+def seconds(tokens: int, depth: int, shape: tuple[int, int, int], turns: int) -> dict[str, float]:
+    """The fastest attention of a step in each way, in seconds."""
+    step, leaves = attention_part(tokens, depth, torch.float32, shape)
+    found: dict[str, list[float]] = {"before": [], "ours": []}
+    for turn in range(turns + 1):
+        for way, times in found.items():
+            for leaf in leaves:
+                leaf.grad = None
+            with as_before() if way == "before" else nullcontext():
+                began = time.perf_counter()
+                step()
+            times += [time.perf_counter() - began] * (turn > 0)  # the first turn warms up
+    return {way: min(times) for way, times in found.items()}
 
 
 def drafter_of(hidden: int, ffn: int, vocab: int = 512) -> Drafter:
@@ -153,6 +177,7 @@ def prompt_mb(variant: str, tokens: int, hidden: int, ffn: int) -> float:
 
 def main() -> None:
     cli = parser(__doc__, "step_memory.json")
+    cli.add_argument("--turns", type=int, default=3)
     sizes = dict(tokens=2048, depth=7, prompt=16384, hidden=4096, ffn=14336)
     for name, value in sizes.items():
         cli.add_argument(f"--{name}", type=int, default=value)
@@ -168,14 +193,18 @@ def main() -> None:
         return {variant: alone(__file__, f"{part}:{variant}", **MAPPED) for variant in ("before", "ours")}
 
     attention, prompt = both("attention"), both("prompt")
+    timed = {name: seconds(args.tokens, args.depth, shape, args.turns) for name, shape in (("grouped", GROUPED), ("tiny", TINY))}
+    ratios = {name: found["ours"] / found["before"] for name, found in timed.items()}
     print(f"attention: {attention['before']:.0f} MB before, {attention['ours']:.0f} MB; prompt: {prompt['before']:.0f} MB in one pass, "
-          f"{prompt['ours']:.0f} MB")  # fmt: skip
+          f"{prompt['ours']:.0f} MB; seconds over those before: " + ", ".join(f"{name} {x:.2f}" for name, x in ratios.items()))  # fmt: skip
     results = {
         "command": " ".join(["python", "benchmarks/step_memory.py", *sys.argv[1:]]),
         "settings": {**{name: getattr(args, name) for name in sizes}, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM},
         "attention_ratio": attention["ours"] / attention["before"],
         "prompt_16k_mb": prompt["ours"],
+        "step_seconds_ratio": max(ratios.values()),
         "attention_mb": attention,
+        "step_seconds": timed,
         "prompt_mb": {"whole": prompt["before"], "ours": prompt["ours"]},
         "machine": machine(torch.device("cpu")),
         "provenance": provenance(),
