@@ -61,7 +61,7 @@ from headstart.inference.speculator import open_speculator
 
 VERSUS = ["plain_tiny_over_vllm", "drafted_tiny_over_vllm", "plain_pair_over_vllm", "drafted_pair_over_vllm", "plain_tiny_over_generate",
           "plain_pair_over_generate", "auto_over_best_fixed", "auto_over_best_fixed_t1", "speedup_tiny_t1"]  # fmt: skip
-PARTS = {  # part -> the figures that its function in WAYS returns
+PARTS = {  # part -> the figures that its function returns
     "planted": ["vs_hf_assisted", "vs_hf_assisted_default", "vs_hf_assisted_not_prepacked", "efficiency", "v", "c"],
     "tiny": ["speedup_tiny"],
     "many": ["prefill_64x8_over_generate", "choices_8_over_generate"],
@@ -105,9 +105,6 @@ def missing(args: argparse.Namespace) -> dict[str, str]:
     return dict.fromkeys(("tiny", "many", "versus"), f"--speculator: {args.speculator} has no config.json")
 
 
-WAYS = {"planted": of_planted, "tiny": of_tiny, "many": of_many, "versus": of_versus, "others": of_others}
-
-
 def main() -> None:
     cli = parser(__doc__)
     cli.add_argument("--quick", action="store_true", help="fewer prompts")
@@ -137,7 +134,8 @@ def main() -> None:
         console.rule(part, align="left")
         result |= dict.fromkeys(PARTS[part])
         began = time.perf_counter()
-        for found in WAYS[part](args):
+        ways = {"planted": of_planted, "tiny": of_tiny, "many": of_many, "versus": of_versus, "others": of_others}
+        for found in ways[part](args):
             measured = result.get("parts", {}) | {part: here | {"seconds": time.perf_counter() - began}}
             result |= found | {"parts": measured}
             keep(args.out, result)
