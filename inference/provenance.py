@@ -27,8 +27,8 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The checkout's commit, with ``-dirty`` where files differ from it. ``unknown`` where this package is not its own git checkout: an
-    installed wheel may lie within another repository.
+    """The checkout's commit, with ``-dirty`` where files other than results of benchmarks differ from it. ``unknown`` where this package is
+    not its own git checkout: an installed wheel may lie within another repository.
     """
     here = Path(__file__).resolve().parents[1]
     try:
@@ -36,7 +36,8 @@ def commit() -> str:
         top, _, sha = said.strip().rpartition("\n")
         if Path(top).resolve() != here:
             return "unknown"
-        changed = subprocess.run(["git", "status", "--porcelain"], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+        status = ["git", "status", "--porcelain", "--", ".", ":!benchmarks/results"]
+        changed = subprocess.run(status, cwd=here, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return sha + ("-dirty" if changed else "")
