@@ -56,7 +56,7 @@ HISTOGRAMS = ("spec_correct_drafts_histogram", "spec_accept_histogram")  # SGLan
 def summed(metrics: str, name: str, label: str = "") -> dict[str, float]:
     """The values of a sum in Prometheus' text, by ``label`` ("" where it has none), added up over all other labels."""
     found: dict[str, float] = {}
-    for labels, value in re.findall(rf"^{re.escape(name)}(?:\{{(.*)\}})? (\S+)", metrics, re.MULTILINE):
+    for labels, value in re.findall(rf"^{re.escape(name)}(?:\{{(.*)\}})? (\d+(?:\.\d+)?(?:e[+-]?\d+)?)\b", metrics, re.MULTILINE):
         of = re.search(rf'\b{label}="([^"]*)"', labels) if label else None
         key = of[1] if of else ""
         found[key] = found.get(key, 0.0) + float(value)

@@ -60,6 +60,9 @@ def served_too(case: Any, engine: Any, guesses: int | None) -> Any:
             raise UserError(f"{engine.engine} does not say how many guesses a round has: give guesses=N, as it was started with")
         asked = watched(case.prompts, f"prompts to {engine.engine}", len(case.prompts))
         answered = [engine.answer(prompt, case.room(prompt), case.target.stop_ids) for prompt in asked]
+    answered = [each for each in answered if each.rounds and len(each.tokens) > 1]
+    if not answered:
+        raise UserError(f"{engine.engine} answers all prompts with a single token: give other prompts, for no round can be counted")
     case = replace(case, answered=answered, guesses=fit_depth(TreePolicy("chain", depth=guesses), case.drafter).depth)
     expected, here, there = beside(case)
     rounds, seconds = sum(there.rounds), sum(each.seconds for each in answered)

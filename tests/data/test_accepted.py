@@ -119,6 +119,8 @@ def test_sums_of_several_engines_are_added_up() -> None:
     text = 'a_total{engine="0",at="1"} 2.0\na_total{engine="1",at="1"} 3\na_total{engine="1",at="0"} 4e1\nb 7\na_total_more{at="1"} 9\n'
     assert summed(text, "a_total") == {"": 45.0} and summed(text, "a_total", "at") == {"1": 5.0, "0": 40.0}
     assert summed(text, "b") == {"": 7.0} and summed(text, "c") == {}
+    odd = 'a_total{at="}"} 3\na_total NaN\na_total +Inf\na_total -1\na_total x\na_total{at="1"} 2.5e+01 1795896011\n'
+    assert summed(odd, "a_total") == {"": 28.0}
 
 
 @pytest.mark.parametrize("where", ["server_info", "get_server_info"])
@@ -205,6 +207,17 @@ def test_the_command_holds_the_served_length_beside_the_others(
     said = capsys.readouterr().out
     assert "chain of 4 by Headstart at temperature 0: served " in said and "as many rounds in 3 of 3 answers" in said
     assert "THEY PART" not in said and "acceptance by depth, served: " in said and "none of the known causes was found" in said
+
+
+def test_answers_of_a_single_token_have_no_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ask(tmp_path)
+    about = {"speculative_algorithm": "DFLASH", "speculative_num_draft_tokens": 4}
+    answer = {"output_ids": [0], "meta_info": {"spec_verify_ct": 0}}
+    with serving(stand_in(server_info=lambda body: about, generate=lambda body: answer)) as url:
+        assert call("inference", ["diagnose", *WORDS, f"url={url}"], tmp_path, monkeypatch) == 2
+    assert "answers all prompts with a single token" in capsys.readouterr().err
 
 
 def test_guesses_and_key_belong_to_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
