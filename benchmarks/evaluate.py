@@ -2,8 +2,9 @@
 
     python benchmarks/evaluate.py --suite spec_bench.jsonl --spec-bench DIR    # DIR: a checkout of github.com/hemingkx/Spec-Bench
 
-Target `tiny` with `assets/tiny_eagle`, turns as plain text, prompts that are too long lose their beginning; about a quarter of an hour on
-one core. Every step continues where it stopped (--out keeps the state). Writes benchmarks/results/evaluate.json: the rows of
+Target `tiny` with `assets/tiny_eagle`, which drafts a tree in every round (decode=auto would not, for so short answers). Turns are plain
+text, and prompts that are too long lose their beginning. About a quarter of an hour on one core.
+Every step continues where it stopped (--out keeps the state). Writes benchmarks/results/evaluate.json: the rows of
 evaluate.json over all prompts and by category, what the kill has cost, and what Spec-Bench's evaluation/speed.py computes from the files.
 """
 
@@ -32,7 +33,7 @@ TASKS = re.compile(r"Task:  (\w+) .*?#Mean accepted tokens:  (\S+)\n.*?Speedup r
 
 def command(suite: Path, out: Path, new_tokens: int) -> list[str]:
     return ["-m", "headstart.inference", "evaluate", "speculator=assets/tiny_eagle", "suite=spec_bench", f"path={suite}", "raw=true",
-            "on_long=cut", f"new_tokens={new_tokens}", f"out={out}"]  # fmt: skip
+            "decode=dynamic", "on_long=cut", f"new_tokens={new_tokens}", f"out={out}"]  # fmt: skip
 
 
 def killed(arguments: list[str], out: Path, lines: int) -> dict[str, Any]:
