@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from headstart.data.masks import CUT
 from headstart.inference.serving.text import BadRow, Messages, conversation, text_of, with_system
 from headstart.inference.serving.thoughts import THOUGHTS
 
@@ -50,8 +51,9 @@ def logged(row: dict[str, Any]) -> dict[str, Any]:
     """A row of a server's log with the whole conversation under ``messages``: what an OpenAI-style request asked, then the first choice of
     its reply. Any other row is returned as it is.
 
-    Request and reply are under ``request`` and ``response``, or are the row itself; each may have a ``body``, as in OpenAI's batches.
-    Raises BadRow where the request ends with another answer than the reply's.
+    Request and reply are under ``request`` and ``response``, or are the row itself; each may have a ``body``, as in OpenAI's batches. A
+    reply that ended because its tokens ran out gets the key ``CUT``. Raises BadRow where the request ends with another answer than the
+    reply's.
     """
     request, reply = (_body(row[key] if isinstance(row.get(key), dict) else row) for key in ("request", "response"))
     asked, choices = request.get("messages"), reply.get("choices")
@@ -65,7 +67,8 @@ def logged(row: dict[str, Any]) -> dict[str, Any]:
             raise BadRow("its request ends with an assistant's message, and the reply says something else")
         asked = asked[:-1]
     tools = {"tools": request["tools"]} if "tools" in request else {}
-    return {**row, **tools, "messages": [*asked, {"role": "assistant", **said}]}
+    cut = {CUT: True} if isinstance(first, dict) and first.get("finish_reason") == "length" else {}
+    return {**row, **tools, "messages": [*asked, {"role": "assistant", **said, **cut}]}
 
 
 def _body(said: dict[str, Any]) -> dict[str, Any]:
@@ -108,7 +111,7 @@ def columns_of(row: dict[str, Any]) -> str:
 
 def talk_of(row: dict[str, Any], columns: Sequence[str] = ()) -> tuple[Messages, list[Any] | None]:
     """The messages of a row, and the tools that the assistant may call in it (None: no tools). A message that is not to be learnt has
-    OpenAI's ``weight`` 0.
+    OpenAI's ``weight`` 0; one that was cut has ``CUT``.
 
     Raises BadRow for a malformed conversation, tool or tool call.
     """
@@ -130,6 +133,7 @@ def talk_of(row: dict[str, Any], columns: Sequence[str] = ()) -> tuple[Messages,
         if message["role"] == "assistant":
             thought = next((text_of(said[key]) for key in THOUGHTS if said.get(key)), "").strip()
             more = {"tool_calls": call, "reasoning_content": thought, "weight": 0 if weight == 0 else None}
+            more |= {CUT: True} if said.get(CUT) is True else {}
             message |= {key: value for key, value in more.items() if value not in ([], "", None)}
         elif message["role"] == "tool":
             message |= {key: said[key] for key in ("name", "tool_call_id") if isinstance(said.get(key), str)}

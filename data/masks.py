@@ -31,6 +31,8 @@ _FIELD = re.compile(rf"""([\w\]]+)(?:\.get\(['"]|\.|\[['"])({"|".join(THOUGHTS)}
 _BLOCK = re.compile(r"""for\s+(\w+)\s+in\s+[\w\[\].'"-]*content\b""")  # a template's loop over the parts of a message's content
 _WRITTEN = (("<think>\n", "\n</think>\n\n"), ("[THINK]", "[/THINK]"))  # marks around thoughts in a text, as DeepSeek and Mistral write them
 
+CUT = "cut"  # key of a message that ends where its tokens ran out: the target did not end its turn there
+
 Spans = list[tuple[int, int]]  # characters of the rendered text
 Tools = list[Any] | None  # the tools that the assistant may call, as the row lists them
 
@@ -101,7 +103,7 @@ class Template:
                 raise BadRow(f"the chat template writes no {word.replace('_', ' ')}")
         since = last_question(messages) + 1 if self.last else 0
         learnt = [message.get("weight") != 0 for message in messages[since:] if _says(message)]
-        said = any(learnt)
+        said, cut = any(learnt), bool(learnt and learnt[-1] and messages[-1].get(CUT) and _says(messages[-1]))
         messages = [_thinking(message, template) for message in messages]
         how = (self.tokenizer, messages, tools)
         if said and _GENERATION.search(template):
@@ -113,18 +115,27 @@ class Template:
                         "a message has weight 0, and the template's {% generation %} tags do not show which text is that message's"
                     )
                 spans = [span for span, learn in zip(spans, learnt, strict=True) if learn]
-            return Talk(messages, text, spans)
+            return Talk(messages, text, self._ended(text, spans) if cut else spans)
         text, spans = _untagged(*how, self.added, since) if said else ("", [])
+        spans = self._ended(text, spans) if cut and spans else spans
         if not spans:
             raise BadRow("the last question has no answer" if self.last else "the assistant says nothing in it")
         return Talk(messages, text, spans)
+
+    def _ended(self, text: str, spans: Spans) -> Spans:
+        """The spans, the last one without what the template adds to a message that was cut: the ends of its thought and of its turn."""
+        start, end = spans[-1]
+        said = text[start:end].rstrip()
+        while mark := next((mark for mark in self.added if mark and said.endswith(mark)), ""):
+            said = said.removesuffix(mark).rstrip()
+        return [*spans[:-1], (start, start + len(said))] if said else spans[:-1]
 
 
 def _thinking(message: dict[str, Any], template: str) -> dict[str, Any]:
     """The message with its thought (``reasoning_content``) moved to where this template reads it: to its own field, or into the text.
     If the template supports no thinking, the target does not think. The thought is then dropped, and only the answer is learnt.
     """
-    found = {key: value for key, value in message.items() if key != "reasoning_content"}
+    found = {key: value for key, value in message.items() if key not in ("reasoning_content", CUT)}
     thought = message.get("reasoning_content")
     if thought is None or thought in found["content"]:
         return found

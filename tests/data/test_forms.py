@@ -91,6 +91,19 @@ def test_a_servers_log_is_a_conversation(asked: list[Any], wrap: Any, tmp_path: 
     assert speech.decode(document.tokens[document.loss_mask]).endswith("2<end>")
 
 
+def test_a_reply_that_was_cut_says_so(tmp_path: Path) -> None:
+    """Its last token is learnt, the end of the turn is not."""
+    speech = tokenizer(None, size=400)
+    speech.chat_template = PREFIXES
+    rows = []
+    for reason in ("length", "stop"):
+        choice = {"message": {"role": "assistant", "content": "2"}, "finish_reason": reason}
+        rows.append({"request": {"messages": TALK[:1]}, "response": {"choices": [choice]}})
+    assert [talk_of(row)[0][-1].get("cut") for row in rows] == [True, None]
+    cut, whole = in_memory(chat.Reader(speech), str(write(tmp_path / "log.jsonl", rows)), "", "", None)
+    assert [speech.decode(each.tokens[each.loss_mask]) for each in (cut, whole)] == ["2", "2<end>"]
+
+
 def test_a_logged_call_of_a_tool_is_the_requests(tmp_path: Path) -> None:
     row = {"request": {"messages": CALLS[:1], "tools": TOOLS}, "response": reply({**CALLS[1], "content": None})}
     assert talk_of(row) == (CALLS[:2], TOOLS)

@@ -272,3 +272,23 @@ def test_tables_fill_rows_with_the_keys_of_others() -> None:
             {"messages": [user("a"), calls(far=[{"x": 1}, {"y": 2}]), RESULT, says("b")], "tools": tools[1:]}]  # fmt: skip
     table = datasets.Dataset.from_list(rows)
     assert [talk_of(row) for row in table] == [talk_of(row) for row in rows]
+
+
+@pytest.mark.parametrize("template", [TAGGED_PARTS, ONLY_PARTS])
+def test_an_answer_that_was_cut_has_no_end_to_learn(template: str) -> None:
+    """The target would have gone on. Ends of earlier answers are learnt."""
+    talk = [user("One?"), says("First."), user("Two?"), says("Second", cut=True)]
+    assert learnt(template, talk) == ["First.<end>", "Second"]
+    assert learnt(template, talk, last=True) == ["Second"]
+    assert learnt(template, [user("One?"), says("First.", cut=True), user("Two?"), says("Second.")])[-1] == "Second.<end>"
+    assert learnt(template, [user("One?"), says("First."), user("Two?"), says("Second", cut=True, weight=0)]) == ["First.<end>"]
+    assert learnt(template, [user("One?"), says("First.", cut="yes")]) == ["First.<end>"], "another column of that name"
+
+
+def test_a_thought_that_was_cut_has_no_end_to_learn() -> None:
+    """Where a template writes the end of a thought behind it, the target has not written it."""
+    talk = [user("One?"), says("<think>Let me", cut=True)]
+    closed = EACH + "{{ '<s>' + m['role'] + m['content'] + ('<e><end>' if m.role == 'assistant' else '<end>') }}" + END + (
+        "{% if add_generation_prompt %}{{ '<s>assistant' }}{% endif %}"
+    )  # fmt: skip
+    assert learnt(closed, talk) == ["<think>Let me"]
