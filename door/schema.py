@@ -276,6 +276,7 @@ class Serve(Door):
     max_length: Length
     max_body: Whole
     api_key: Place | None
+    log: Place | None
     sampling_defaults: Literal["model", "openai"]
     queue: Count
     read_timeout: Above0

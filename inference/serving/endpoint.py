@@ -21,6 +21,7 @@ from headstart.inference.decoding.target import Target
 from headstart.inference.serving.access import NAME, Lock, name_of
 from headstart.inference.serving.asked import Asked, read
 from headstart.inference.serving.fields import Refused, short
+from headstart.inference.serving.record import Record
 from headstart.inference.serving.reply import Answer, Piece, usage
 from headstart.inference.serving.worker import EngineFailed, Event, Job, Worker
 
@@ -35,7 +36,7 @@ Pieces = AsyncIterator[tuple[Answer, Piece]]
 class Endpoint:
     """The handlers of the routes. ``limit``: most tokens of a sequence. ``defaults``: settings of sampling that hold unless a request gives
     others. ``sequences``: rows of the engine. ``queue``: how many more may wait for a row. ``patience``: seconds that a client has to
-    send a request, and to take each piece of a stream.
+    send a request, and to take each piece of a stream. ``record``: the log of requests and replies; None: none is kept.
     """
 
     def __init__(
@@ -51,9 +52,10 @@ class Endpoint:
         queue: int,
         patience: float,
         lock: Lock | None,
+        record: Record | None,
     ) -> None:
         self.worker, self.target, self.name, self.limit, self.rule, self.defaults = worker, target, name, limit, rule, defaults
-        self.most, self.patience, self.lock = sequences + queue, patience, lock
+        self.most, self.patience, self.lock, self.record = sequences + queue, patience, lock, record
         self.inside: set[Job] = set()  # sequences that run or wait
         self.began = int(time.time())
         self.requests: Counter[tuple[str, int]] = Counter()  # path, status (499: the client left) -> how many
@@ -83,7 +85,11 @@ class Endpoint:
                 self.worker.submit(each)
             answers = [Answer(asked, i, self.target.tokenizer) for i in range(len(jobs))]
             pieces = self._pieces(answers, jobs, events)
-            return await (self._stream if asked.stream else self._whole)(request, asked, answers, pieces)
+            response = await (self._stream if asked.stream else self._whole)(request, asked, answers, pieces)
+            if self.record is not None and all(answer.ended for answer in answers):
+                reply = self._head(request, asked, "chat.completion") | {"choices": [answer.to_record() for answer in answers]}
+                await asyncio.to_thread(self.record.add, raw, reply | usage(asked, answers))
+            return response
         finally:
             self._leave(jobs)
 

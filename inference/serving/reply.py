@@ -72,8 +72,15 @@ class Answer:
 
     def whole(self) -> dict[str, Any]:
         """The choice as it stands in an answer that is not streamed."""
-        piece = Piece(self.text, self.thought, self.tokens, self.best)
-        return self._choice({"message": {"role": "assistant"} | message_of(piece)} if self.asked.chat else {"text": self.text}, piece)
+        return self._choice(self._said(), Piece(self.text, self.thought, self.tokens, self.best))
+
+    def _said(self) -> dict[str, Any]:
+        said = message_of(Piece(self.text, self.thought, [], []))
+        return {"message": {"role": "assistant"} | said} if self.asked.chat else {"text": self.text}
+
+    def to_record(self) -> dict[str, Any]:
+        """The whole choice as the log of the endpoint has it: what was said and why it ended."""
+        return {"index": self.index} | self._said() | {"finish_reason": self.ended}
 
     def part(self, piece: Piece) -> dict[str, Any] | None:
         """The choice as it stands in a stream's chunk; None where the chunk would be empty."""

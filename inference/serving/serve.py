@@ -22,6 +22,7 @@ from headstart.inference.decoding.target import Target
 from headstart.inference.serving.access import Lock, key_of, listen, sign
 from headstart.inference.serving.endpoint import CHAT, COMPLETIONS, HEALTH, MODELS, Endpoint
 from headstart.inference.serving.fields import SAMPLING
+from headstart.inference.serving.record import Record
 from headstart.inference.serving.worker import Worker
 from headstart.inference.settings import open_decode, open_target
 from headstart.inference.speculator import open_speculator
@@ -41,18 +42,19 @@ def application(
     read_timeout: float = 30.0,
     key: str | None = None,
     defaults: Mapping[str, float] = SAMPLING,
+    record: Record | None = None,
 ) -> web.Application:
     """The web application of the endpoint. It decodes ``sequences`` at a time, each of up to ``max_length`` tokens (None: the target's
     context), while up to ``queue`` more wait. Bodies have up to ``max_body`` bytes, and must arrive within ``read_timeout`` seconds.
     ``key``: the API key that clients must send; None: everyone is answered. ``defaults``: settings of sampling that hold unless a request
-    gives others.
+    gives others. ``record``: the log of requests and replies; None: none is kept.
     """
     longest = min(target.rope_switch or target.shape.max_positions, target.shape.max_positions)  # most tokens of a sequence in the engine
     limit = min(max_length or longest, longest)
     worker = Worker(lambda: Engine(target, drafter, sequences=sequences, max_length=limit, plans=plans, rule=rule))
     how: dict[str, Any] = {"limit": limit, "rule": rule, "defaults": defaults}
     how |= {"sequences": sequences, "queue": queue, "patience": read_timeout}
-    here = Endpoint(worker, target, name or Path(target.name).name, **how, lock=None if key is None else Lock(key))
+    here = Endpoint(worker, target, name or Path(target.name).name, **how, lock=None if key is None else Lock(key), record=record)
 
     async def work(app: web.Application) -> AsyncIterator[None]:
         worker.thread.start()
@@ -127,6 +129,7 @@ def main(config: dict[str, Any]) -> None:
         raise UserError(f"decode: serve drafts with a trained drafter or not at all, not with {decode.proposer['kind']}")
     settings = {key: config[key] for key in ("sequences", "max_length", "max_body", "queue", "read_timeout")}
     key, sockets = key_of(config["api_key"]), listen(config["host"], config["port"])
+    record = None if config["log"] is None else Record(config["log"])
     target, folder = open_target(config["target"], to_decode=True), config["speculator"]
     drafter = None if folder is None else open_speculator(folder, target)
     given = load_plans(folder, target, drafter) if drafter is not None and decode.tuned else decode.policy
@@ -136,5 +139,12 @@ def main(config: dict[str, Any]) -> None:
     defaults = defaults_of(target) if config["sampling_defaults"] == "model" else SAMPLING
     if others := ", ".join(f"{name} {value:g}" for name, value in defaults.items() if value != SAMPLING[name]):
         print(f"requests that do not say otherwise are sampled as the model's generation_config.json says: {others}")
-    settings |= {"defaults": defaults, "plans": plans, "rule": decode.sampling.rule, "name": config["target"]["name"], "key": key}
+    settings |= {
+        "defaults": defaults,
+        "plans": plans,
+        "rule": decode.sampling.rule,
+        "name": config["target"]["name"],
+        "key": key,
+        "record": record,
+    }
     serve(target, drafter, sockets, grace=config["grace"], **settings)

@@ -44,7 +44,13 @@ def test_rounds_that_no_connection_gives_are_told_as_such() -> None:
     answered = [each._replace(rounds=len(each.tokens) - 1) for each in causes.answers(asked())]
     (found,) = engine(replace(asked(), answered=answered))
     assert found.cause == CURES["served"][0] and "has 1.00 tokens there" in found.evidence
-    assert "alternative connections has the engine's rounds" in found.evidence
+    assert "other lengths of chains among them, has the engine's rounds" in found.evidence
+
+
+def test_a_wrong_number_of_guesses_is_named() -> None:
+    """llama.cpp does not say how many guesses a round has: what it was asked for may be wrong."""
+    (found,) = engine(replace(asked(), answered=causes.answers(replace(asked(), guesses=3))))
+    assert "a round of a chain of 5" in found.evidence and "in chains of 3, it has" in found.evidence
 
 
 def test_answers_of_another_target_are_told_apart_from_ties() -> None:

@@ -49,7 +49,7 @@ CURES = {  # key of a known cause -> its description, its cure
     ),
     "served": (
         "the engine computes the drafter otherwise",
-        "start it by the command of the model card, with a version that docs/engines.md names for this drafter",
+        "start it by the command of the model card, with a version that docs/engines.md names, or say guesses=N as it was started",
     ),
 }
 

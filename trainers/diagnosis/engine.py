@@ -10,6 +10,7 @@ Shape suffixes: N new tokens, D hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import sqrt
 from statistics import mean, stdev
 
@@ -22,6 +23,7 @@ from headstart.trainers.diagnosis.case import Case, Finding
 from headstart.trainers.diagnosis.wiring import Told, others, read, walked
 
 FOREIGN = 0.02  # the least share of an engine's tokens that are not the likeliest here; ties in half precision stay below
+LONGEST = 16  # guesses of the chains that are tried: the engine's may be others than it was said to make
 FEW = 3  # rounds: a smaller difference, over all texts, is no evidence
 NEAR = 0.25  # an alternative explains an engine whose rounds are at most this much as far from its own as from the drafter's
 
@@ -79,17 +81,25 @@ def _drafts(case: Case, told: Sequence[Told]) -> list[Finding]:
     own, tried = _far(here, there), list[tuple[float, str, float]]()
     if own < FEW:
         return []
+
+    def try_it(what: str, other: Case, states: Callable[[Told, int], Tensor] | None = None) -> None:
+        found = _lengths(other, _walks(other, told, states))[0]
+        tried.append((_far(found, there), what, found.length))
+
+    parted = apart(here, there)
+    for guesses in range(1, min(LONGEST, case.drafter.max_depth or LONGEST) + 1) if parted else ():
+        if guesses != case.guesses:
+            try_it(f"in chains of {guesses}", replace(case, guesses=guesses))
     for other in others(case.target, case.drafter):
         with other.within():
-            found = _lengths(case, _walks(case, told, other.states))[0]
-        tried.append((_far(found, there), other.what, found.length))
+            try_it(other.what, case, other.states)
     said = f"a round of a chain of {case.guesses} has {there.length:.2f} tokens there, and {here.length:.2f} here over the same texts"
     distance, what, length = min(tried)
-    if not apart(here, there) and distance:
+    if not parted and distance:
         return []
     if distance <= NEAR * own:
         return [Finding.of("served", f"{said}; {what}, it has {length:.2f} here: the engine seems to run it so")]
-    return [Finding.of("served", f"{said}; none of {len(tried)} alternative connections has the engine's rounds")]
+    return [Finding.of("served", f"{said}; none of {len(tried)} alternatives, other lengths of chains among them, has the engine's rounds")]
 
 
 def apart(here: Lengths, there: Lengths) -> bool:
