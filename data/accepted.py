@@ -154,10 +154,10 @@ class Accepting(Endpoint):
         body = {"prompt": prompt, "n_predict": new_tokens, "temperature": 0, "cache_prompt": False, "return_tokens": True}
         found = self._ask("/completion", body, self.root)
         counts = found["timings"]
-        if "draft_n" not in counts:
+        rounds = int(counts["predicted_n"]) - 1 - int(counts.get("draft_n_accepted", 0))  # each emits one token beside the accepted guesses
+        if "draft_n" not in counts and rounds > 1:  # it guesses nothing before the last token
             raise self._drafts_not("llama.cpp")
-        # every round emits the accepted guesses and one token more, the prompt's pass one token
-        return _tokens(found["tokens"]), int(counts["predicted_n"]) - 1 - int(counts["draft_n_accepted"]), []
+        return _tokens(found["tokens"]), rounds, []
 
     # ---- requests ----
 
@@ -177,7 +177,7 @@ class Accepting(Endpoint):
         async def look() -> str | None:
             try:
                 async with self.session.get(self.root + path) as response:
-                    return await response.text() if response.status == 200 else None
+                    return await response.text(errors="replace") if response.status == 200 else None
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 raise Again(" ".join(str(error).split()) or type(error).__name__) from None
 

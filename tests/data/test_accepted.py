@@ -150,6 +150,8 @@ def test_llama_cpp_tells_the_accepted_guesses_of_an_answer() -> None:
     with engine_of(**llama_cpp({"predicted_n": 6, "draft_n": 9, "draft_n_accepted": 2})) as engine:
         assert (engine.engine, engine.guesses) == ("llama.cpp", None)
         assert engine.answer([3, 4], 6, [0])[:4] == ([3, 4], [1, 2, 3, 4, 5, 6], 3, [])
+    with engine_of(**llama_cpp({"predicted_n": 2})) as engine:
+        assert engine.answer([3, 4], 2, [0]).rounds == 1, "too short to guess"
 
 
 @pytest.mark.parametrize(
