@@ -1,4 +1,4 @@
-"""How many guesses a running engine accepts: it answers prompts at temperature 0, one after the other, and its rounds are counted.
+"""How many guesses a running engine accepts: it answers prompts, one after the other, and its rounds are counted.
 
 vLLM and `python -m inference serve` add up the rounds of all requests at /metrics, so the sums are read before and after each answer.
 SGLang and llama.cpp tell the rounds of an answer in the answer itself, at endpoints of their own.
@@ -18,6 +18,7 @@ import aiohttp
 from headstart.data.endpoint import Again, Endpoint, Unfit
 from headstart.heads.engines import SGLANG_BRANCHES
 from headstart.heads.errors import UserError
+from headstart.heads.serving import OURS
 
 T = TypeVar("T")
 Told = tuple[list[int], int, list[int]]  # the first fields of ``Answered`` behind the prompt
@@ -27,7 +28,7 @@ SLACK = 64  # tokens that an engine may count beyond an answer: of a last round 
 
 
 class Answered(NamedTuple):
-    """An engine's greedy answer to a prompt."""
+    """An engine's answer to a prompt."""
 
     prompt: list[int]
     tokens: list[int]
@@ -48,7 +49,7 @@ class Counters(NamedTuple):
 PUBLISHED = {
     "vLLM": Counters("vllm:generation_tokens_total", "vllm:spec_decode_num_drafts_total",
                      "vllm:spec_decode_num_accepted_tokens_per_pos_total", "position"),
-    "Headstart": Counters("headstart_tokens_total", "headstart_target_passes_total", "headstart_accepted_total", "depth"),
+    OURS: Counters("headstart_tokens_total", "headstart_target_passes_total", "headstart_accepted_total", "depth"),
 }  # fmt: skip
 HISTOGRAMS = ("spec_correct_drafts_histogram", "spec_accept_histogram")  # SGLang's: how many rounds accepted 0, 1, 2 ... guesses
 
@@ -78,14 +79,17 @@ class Accepting(Endpoint):
             self.close()
             raise
 
-    def answer(self, prompt: Sequence[int], new_tokens: int, stop_ids: Sequence[int]) -> Answered:
+    def answer(self, prompt: Sequence[int], new_tokens: int, stop_ids: Sequence[int], temperature: float = 0.0) -> Answered:
         """Let the engine continue a prompt by up to ``new_tokens`` tokens, or up to a stop token.
 
-        Raises UserError if it refuses, fails too often, or does not tell its tokens and rounds.
+        Raises UserError if it refuses, fails too often, or does not tell its tokens and rounds; and above temperature 0 for an engine that
+        draws its guesses, because rounds and text then do not determine each other.
         """
+        if temperature and self.engine == OURS:
+            raise UserError(f"{self.said}: our endpoint draws its guesses above temperature 0: compare it at temperature=0")
         how = {"SGLang": self._by_sglang, "llama.cpp": self._by_llama_cpp}.get(self.engine, self._by_sums)
         try:
-            told = how(list(prompt), new_tokens, list(stop_ids))
+            told = how(list(prompt), new_tokens, list(stop_ids), temperature)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"{self.said}: {self.engine} answers without tokens and rounds ({type(error).__name__}: {error})") from None
         except Unfit as error:
@@ -120,9 +124,9 @@ class Accepting(Endpoint):
 
     # ---- how it answers ----
 
-    def _by_sums(self, prompt: list[int], new_tokens: int, stop_ids: list[int]) -> Told:
+    def _by_sums(self, prompt: list[int], new_tokens: int, stop_ids: list[int], temperature: float) -> Told:
         names, before = PUBLISHED[self.engine], self._sums()
-        body = {"model": self.name, "prompt": prompt, "max_tokens": new_tokens, "temperature": 0.0, "repetition_penalty": 1.0,
+        body = {"model": self.name, "prompt": prompt, "max_tokens": new_tokens, "temperature": temperature, "repetition_penalty": 1.0,
                 "stop_token_ids": stop_ids, "return_token_ids": True}  # fmt: skip
         tokens = _tokens(self._ask("/completions", body)["choices"][0]["token_ids"])
         counted, until = before[names.tokens][""] + len(tokens), time.monotonic() + LATE
@@ -143,15 +147,15 @@ class Accepting(Endpoint):
         labels = {names.tokens: "", names.rounds: "", names.accepted: names.place}
         return {name: summed(metrics, name, label) for name, label in labels.items()}
 
-    def _by_sglang(self, prompt: list[int], new_tokens: int, stop_ids: list[int]) -> Told:
-        sampling = {"temperature": 0, "max_new_tokens": new_tokens, "stop_token_ids": stop_ids}
+    def _by_sglang(self, prompt: list[int], new_tokens: int, stop_ids: list[int], temperature: float) -> Told:
+        sampling = {"temperature": temperature, "max_new_tokens": new_tokens, "stop_token_ids": stop_ids}
         found = self._ask("/generate", {"input_ids": prompt, "sampling_params": sampling}, self.root)
         about = found["meta_info"]
         counts: list[int] = next((about[name] for name in HISTOGRAMS if about.get(name)), [])
         return _tokens(found["output_ids"]), int(about["spec_verify_ct"]), [sum(counts[d:]) for d in range(1, len(counts))]
 
-    def _by_llama_cpp(self, prompt: list[int], new_tokens: int, stop_ids: list[int]) -> Told:
-        body = {"prompt": prompt, "n_predict": new_tokens, "temperature": 0, "cache_prompt": False, "return_tokens": True}
+    def _by_llama_cpp(self, prompt: list[int], new_tokens: int, stop_ids: list[int], temperature: float) -> Told:
+        body = {"prompt": prompt, "n_predict": new_tokens, "temperature": temperature, "cache_prompt": False, "return_tokens": True}
         found = self._ask("/completion", body, self.root)
         counts = found["timings"]
         rounds = int(counts["predicted_n"]) - 1 - int(counts.get("draft_n_accepted", 0))  # each emits one token beside the accepted guesses

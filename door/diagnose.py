@@ -38,13 +38,13 @@ def diagnose(config: dict[str, Any]) -> None:
             print(f"{shape} at {name.replace('_', ' ')}: expected {row['expected']:.3f}, decoded {row['decoded']:.3f} "
                   f"({error_text(row['standard_error'], ' of the difference')}){parts}")  # fmt: skip
     if engine is not None:
-        case = served_too(case, engine, config["guesses"])
+        case = served_too(case, engine, config["guesses"], config["temperature"])
     if len(case.prompts) == 1:
         print("one prompt: chance is not told from a wrong connection of the drafter (its taps, norm, positions): give some eight prompts")
     print(*diagnosis.lines(diagnosis.diagnose(case)), sep="\n")
 
 
-def served_too(case: Any, engine: Any, guesses: int | None) -> Any:
+def served_too(case: Any, engine: Any, guesses: int | None, temperature: float) -> Any:
     """Let a running engine answer the prompts, and print what it accepts. Returns the case with its answers. ``guesses``: of its rounds;
     None: as it says. Raises UserError where it does not say so, and where it fails.
     """
@@ -59,16 +59,17 @@ def served_too(case: Any, engine: Any, guesses: int | None) -> Any:
         if (guesses := guesses or engine.guesses) is None:
             raise UserError(f"{engine.engine} does not say how many guesses a round has: give guesses=N, as it was started with")
         asked = watched(case.prompts, f"prompts to {engine.engine}", len(case.prompts))
-        answered = [engine.answer(prompt, case.room(prompt), case.target.stop_ids) for prompt in asked]
+        answered = [engine.answer(prompt, case.room(prompt), case.target.stop_ids, temperature) for prompt in asked]
     answered = [each for each in answered if each.rounds and len(each.tokens) > 1]
     if not answered:
         raise UserError(f"{engine.engine} answers all prompts with a single token: give other prompts, for no round can be counted")
-    case = replace(case, answered=answered, guesses=fit_depth(TreePolicy("chain", depth=guesses), case.drafter).depth)
+    depth = fit_depth(TreePolicy("chain", depth=guesses), case.drafter).depth
+    case = replace(case, answered=answered, guesses=depth, sampled=temperature > 0)
     expected, here, there = beside(case)
     rounds, seconds = sum(there.rounds), sum(each.seconds for each in answered)
     same = sum(a == b for a, b in zip(here.rounds, there.rounds, strict=True))
-    print(f"chain of {guesses} by {engine.engine} at temperature 0: served {there.length:.3f}, expected {here.length:.3f} over its texts, "
-          f"as many rounds in {same} of {counted(len(answered), 'answer')}, {sum(there.tokens) / seconds:.0f} tokens/s"
+    print(f"chain of {guesses} by {engine.engine} at temperature {temperature:g}: served {there.length:.3f}, expected {here.length:.3f} "
+          f"over its texts, as many rounds in {same} of {counted(len(answered), 'answer')}, {sum(there.tokens) / seconds:.0f} tokens/s"
           f"{': THEY PART' if apart(here, there) else ''}")  # fmt: skip
     reached = [sum(column) / rounds for column in zip(*(each.accepted for each in answered), strict=False)]
     for name, shares in (("served", reached), ("expected", [n / expected.rounds for n in expected.reached])):

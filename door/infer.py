@@ -154,6 +154,8 @@ def check_places(command: str, config: dict[str, Any]) -> None:
         check_file(config["prompts"], "prompts")
     if command == "tune" and config["prompts"] is None and config["shards"] is None:
         raise UserError("give prompts=FILE.jsonl, which are decoded, or shards=DIR, captured rows, where the target does not fit")
+    if command == "diagnose" and config["temperature"] and config["url"] is None:
+        raise UserError("temperature belongs to url=: give url too, or leave it out")
     if config.get("costs") is not None:
         check_file(config["costs"], "costs")
     if config.get("run") is not None:

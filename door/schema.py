@@ -207,6 +207,7 @@ class Diagnose(Door, Endpoint):
     on_long: Skip
     count: Whole
     new_tokens: values.Enough
+    temperature: AtLeast0
     guesses: Whole | None
 
     @model_validator(mode="after")

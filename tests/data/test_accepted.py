@@ -102,6 +102,8 @@ def test_the_endpoint_here_counts_the_rounds_that_it_takes(target: Any) -> None:
             by_depth = acceptance([own], 3)["acceptance_by_depth"] if own.emitted else []
             shares = [n / max(found.rounds, 1) for n in found.accepted]
             assert shares == pytest.approx(by_depth[: len(shares)]) and not any(by_depth[len(shares) :])
+        with pytest.raises(UserError, match="our endpoint draws its guesses above temperature 0"):
+            engine.answer(PROMPTS[0], 24, target.stop_ids, 0.5)
 
 
 def test_sums_are_read_before_and_after_an_answer() -> None:
@@ -109,9 +111,9 @@ def test_sums_are_read_before_and_after_an_answer() -> None:
     with vllm.opened() as engine:
         assert (engine.engine, engine.guesses) == ("vLLM", 2)
         for _ in range(2):
-            found = engine.answer([3, 4], 6, [0])
+            found = engine.answer([3, 4], 6, [0], 0.7)
             assert found._replace(seconds=0.0) == Answered([3, 4], [1, 2, 3, 4, 5, 6], 2, [2, 1], 0.0)
-    asked = {"prompt": [3, 4], "max_tokens": 6, "temperature": 0.0, "stop_token_ids": [0], "return_token_ids": True}
+    asked = {"prompt": [3, 4], "max_tokens": 6, "temperature": 0.7, "stop_token_ids": [0], "return_token_ids": True}
     assert len(vllm.asked) == 2 and asked.items() <= vllm.asked[0].items()
 
 
@@ -224,7 +226,7 @@ def test_answers_of_a_single_token_have_no_rounds(
 
 def test_guesses_and_key_belong_to_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     ask(tmp_path)
-    for word in ("guesses=4", "key=HOME", "model=toy"):
+    for word in ("guesses=4", "key=HOME", "model=toy", "temperature=1"):
         assert call("inference", ["diagnose", *WORDS, word], tmp_path, monkeypatch) == 2
         assert f"{word.partition('=')[0]} belongs to url=: give url too, or leave it out" in capsys.readouterr().err
 

@@ -7,10 +7,16 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import causes
+from headstart.data.accepted import Answered
+from headstart.inference.decoding.decode import generate
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.sampling import SamplingParams
+from headstart.inference.reports.recorded import Recorded, replay
 from headstart.trainers.diagnosis import CURES, Case
 from headstart.trainers.diagnosis.engine import apart, beside, engine
 from tests.trainers.test_diagnosis import healthy, without_norms
 
+CHAIN = TreePolicy("chain", depth=5)
 WRONG = {  # plant -> its drafter, and what it is named
     "norm": (healthy, "with norm_output=false, it has"),
     "tap": (without_norms, "fed with the layers before those it names"),
@@ -70,3 +76,15 @@ def test_few_rounds_more_or_less_are_no_evidence() -> None:
     answered = causes.answers(asked())
     near = [each._replace(rounds=each.rounds + (i < 2)) for i, each in enumerate(answered)]
     assert engine(replace(asked(), answered=near)) == []
+
+
+def test_sampled_answers_tell_the_rounds_too() -> None:
+    """An engine that guesses the likeliest token, and verifies by sampling: after a guess that is refused, another token is emitted."""
+    case, made = asked(), list[Answered]()
+    for seed, prompt in enumerate(case.prompts):
+        sampling = SamplingParams(1.0, seed=seed)
+        said = generate(case.target, None, prompt, new_tokens=32, sampling=sampling, stop_ids=()).tokens
+        recorded = Recorded.by(case.target, case.drafter.taps, prompt, said)
+        made.append(Answered(list(prompt), said, len(replay(recorded, case.drafter, CHAIN, SamplingParams()).emitted), [], 1.0))
+    case = replace(case, answered=made, sampled=True)
+    assert engine(case) == [] and engine(replace(case, sampled=False))[0].cause == CURES["served_target"][0]

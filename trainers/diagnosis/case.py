@@ -74,7 +74,8 @@ class Case:
 
     ``rows``: some of its training rows or held-out rows. ``live``: its weights in the training. ``known``: facts from the training run:
     ``weights`` (a digest, as in ``TargetInfo.fingerprint``) and ``dtype`` of the target, and the ``step`` of ``live``. ``folder``: the
-    exported drafter. ``answered``: greedy answers of a running engine to prompts, in rounds of ``guesses`` guesses each.
+    exported drafter. ``answered``: answers of a running engine to prompts, in rounds of ``guesses`` guesses each; ``sampled``: they were
+    drawn above temperature 0.
     """
 
     target: Target
@@ -87,6 +88,7 @@ class Case:
     new_tokens: int = 48
     answered: Sequence[Answered] = ()
     guesses: int = DEPTH
+    sampled: bool = False
 
     @property
     def chain(self) -> TreePolicy:

@@ -4,6 +4,9 @@ The engine's rounds are compared with those that the drafter would take over the
 tells. If they part, all known alternative connections (trainers/diagnosis/wiring.py) take their rounds over the texts too. The one whose
 rounds are the engine's is how the engine computes the drafter.
 
+Engines guess the likeliest token also above temperature 0. A guess that is refused is never the token that is emitted in its place, so
+there too the text says which guesses were accepted.
+
 Shape suffixes: N new tokens, D hidden.
 """
 
@@ -61,6 +64,8 @@ def _lengths(case: Case, walks: Sequence[Walk]) -> tuple[Lengths, Lengths]:
 @torch.no_grad()
 def _says(case: Case, told: Sequence[Told]) -> list[Finding]:
     """Whether the engine's greedy answers are the target's."""
+    if case.sampled:
+        return []
     foreign, count, first = 0, 0, ""
     for i, (each, answer) in enumerate(zip(told, case.answered, strict=True)):
         final_ND = each.recorded.final_1TD[0, len(answer.prompt) - 1 : -1]
