@@ -71,8 +71,8 @@ class Accepting(Endpoint):
     """
 
     def __init__(self, url: str, model: str | None, key: str | None) -> None:
-        super().__init__(url, model, key, sequences=1, retries=RETRIES)
-        self.root, self.seconds = self.url.removesuffix("/v1"), 0.0
+        self.root, self.seconds = url.rstrip("/").removesuffix("/v1"), 0.0
+        super().__init__(f"{self.root}/v1", model, key, sequences=1, retries=RETRIES)
         try:
             self.engine, self.guesses = self._recognised()
         except BaseException:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import time
@@ -102,6 +103,8 @@ def test_the_endpoint_here_counts_the_rounds_that_it_takes(target: Any) -> None:
             by_depth = acceptance([own], 3)["acceptance_by_depth"] if own.emitted else []
             shares = [n / max(found.rounds, 1) for n in found.accepted]
             assert shares == pytest.approx(by_depth[: len(shares)]) and not any(by_depth[len(shares) :])
+        with asking(url.removesuffix("/v1") + "/") as same:
+            assert same.answer(PROMPTS[0], 24, target.stop_ids)[:4] == engine.answer(PROMPTS[0], 24, target.stop_ids)[:4]
         with pytest.raises(UserError, match="our endpoint draws its guesses above temperature 0"):
             engine.answer(PROMPTS[0], 24, target.stop_ids, 0.5)
 
@@ -263,7 +266,7 @@ def real_vllm(folder: Path, change: dict[str, Any]) -> Iterator[str]:
                "--speculative-config", drafting]  # fmt: skip
     env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, cwd=folder)
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, cwd=folder, start_new_session=True)
     try:
         until = time.monotonic() + 300
         while time.monotonic() < until and process.poll() is None:
@@ -275,5 +278,5 @@ def real_vllm(folder: Path, change: dict[str, Any]) -> Iterator[str]:
             pytest.fail((folder / "log").read_text()[-2000:])
         yield f"http://127.0.0.1:{port}/v1"
     finally:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)  # its engine is a process of its own
         process.wait()
