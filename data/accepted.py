@@ -9,22 +9,20 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import aiohttp
 
-from headstart.data.endpoint import Again, Endpoint, Unfit
+from headstart.data.endpoint import AGAIN, Again, Endpoint, Unfit
 from headstart.heads.engines import SGLANG_BRANCHES
 from headstart.heads.errors import UserError
 from headstart.heads.serving import OURS
 
-T = TypeVar("T")
 Told = tuple[list[int], int, list[int]]  # the first fields of ``Answered`` behind the prompt
 RETRIES = 3
-LATE, PAUSE = 10.0, 0.02  # seconds: the longest wait until an answer is counted at /metrics, and between two looks
-SLACK = 64  # tokens that an engine may count beyond an answer: of a last round that was cut; more are of other requests
+LATE, PAUSE, LOOK = 10.0, 0.02, 30.0  # seconds: the longest wait until an answer is counted at /metrics; between two looks; for a look
+SLACK = 16  # guesses of a last round that was cut, which an engine may count beyond an answer where it does not say how many it makes
 
 
 class Answered(NamedTuple):
@@ -57,7 +55,8 @@ HISTOGRAMS = ("spec_correct_drafts_histogram", "spec_accept_histogram")  # SGLan
 def summed(metrics: str, name: str, label: str = "") -> dict[str, float]:
     """The values of a sum in Prometheus' text, by ``label`` ("" where it has none), added up over all other labels."""
     found: dict[str, float] = {}
-    for labels, value in re.findall(rf"^{re.escape(name)}(?:\{{(.*)\}})? (\d+(?:\.\d+)?(?:e[+-]?\d+)?)\b", metrics, re.MULTILINE):
+    labelled = rf'^{re.escape(name)}(?:\{{((?:[^"}}]|"[^"]*")*)\}})? (\d+(?:\.\d+)?(?:e[+-]?\d+)?)\b'
+    for labels, value in re.findall(labelled, metrics, re.MULTILINE):
         of = re.search(rf'\b{label}="([^"]*)"', labels) if label else None
         key = of[1] if of else ""
         found[key] = found.get(key, 0.0) + float(value)
@@ -69,6 +68,8 @@ class Accepting(Endpoint):
 
     Raises UserError if it cannot be reached, is none of the engines that are known here, or does not draft.
     """
+
+    advice = ""
 
     def __init__(self, url: str, model: str | None, key: str | None) -> None:
         self.root, self.seconds = url.rstrip("/").removesuffix("/v1"), 0.0
@@ -89,12 +90,19 @@ class Accepting(Endpoint):
             raise UserError(f"{self.said}: our endpoint draws its guesses above temperature 0: compare it at temperature=0")
         how = {"SGLang": self._by_sglang, "llama.cpp": self._by_llama_cpp}.get(self.engine, self._by_sums)
         try:
-            told = how(list(prompt), new_tokens, list(stop_ids), temperature)
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            tokens, rounds, accepted = how(list(prompt), new_tokens, list(stop_ids), temperature)
+        except UserError:
+            raise
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise UserError(f"{self.said}: {self.engine} answers without tokens and rounds ({type(error).__name__}: {error})") from None
         except Unfit as error:
             raise UserError(f"{self.said} does not take {len(prompt)} tokens: {error}") from None
-        return Answered(list(prompt), *told, self.seconds)
+        if len(tokens) > new_tokens:
+            raise UserError(f"{self.said}: {len(tokens)} tokens came where at most {new_tokens} were asked for")
+        if len(tokens) > 1 and not 0 < rounds < len(tokens):
+            raise UserError(f"{self.said}: {rounds} rounds are counted for {len(tokens)} tokens: it does not draft, was restarted, or "
+                            "answers others at the same time")  # fmt: skip
+        return Answered(list(prompt), tokens, rounds, accepted, self.seconds)
 
     # ---- what it is ----
 
@@ -134,7 +142,7 @@ class Accepting(Endpoint):
             if time.monotonic() > until:
                 raise UserError(f"{self.said}: its /metrics does not count the answer")
             time.sleep(PAUSE)
-        if after[names.tokens][""] > counted + SLACK:
+        if after[names.tokens][""] > counted + (self.guesses or SLACK):
             raise UserError(f"{self.said} answers others at the same time, and counts their guesses too: ask it while it is idle")
 
         def more(name: str, key: str = "") -> int:
@@ -165,27 +173,31 @@ class Accepting(Endpoint):
 
     # ---- requests ----
 
-    def _run(self, ask: Callable[[], Awaitable[T]]) -> T:
-        return self.loop.run_until_complete(self.patiently(ask))
-
     def _ask(self, path: str, body: dict[str, Any], root: str | None = None) -> Any:
-        """Send a request for an answer. The seconds that it took are kept."""
+        """Send a request for an answer, and keep the seconds that it took. It is not repeated: the rounds of a failed answer may count."""
         began = time.perf_counter()
-        found = self._run(partial(self.once, "POST", path, body, root=root))
+        try:
+            found = self.loop.run_until_complete(self.once("POST", path, body, root=root))
+        except Again as error:
+            raise UserError(f"{self.said} failed: {error}") from None
         self.seconds = time.perf_counter() - began
         return found
 
     def _text(self, path: str) -> str | None:
-        """What is at a path beside /v1; None if there is nothing."""
+        """What is at a path beside /v1; None if there is nothing. Raises UserError where a key is missing, and if it fails repeatedly."""
 
         async def look() -> str | None:
             try:
-                async with self.session.get(self.root + path) as response:
+                async with self.session.get(self.root + path, timeout=aiohttp.ClientTimeout(total=LOOK)) as response:
+                    if response.status in AGAIN:
+                        raise Again(f"status {response.status}")
+                    if response.status in (401, 403):
+                        raise UserError(f"{self.said}: {path} wants a key (status {response.status}): key=VARIABLE names what holds it")
                     return await response.text(errors="replace") if response.status == 200 else None
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 raise Again(" ".join(str(error).split()) or type(error).__name__) from None
 
-        return self._run(look)
+        return self.loop.run_until_complete(self.patiently(look))
 
     def _json(self, path: str) -> dict[str, Any]:
         """The JSON object at a path beside /v1; empty if there is none."""

@@ -48,6 +48,7 @@ class Endpoint:
     """
 
     patience = ANSWER
+    advice = ": run again to go on"  # after repeated failures; "" for commands that have nothing to go on with, and no ``retries``
 
     def __init__(self, url: str, model: str | None, key: str | None, *, sequences: int, retries: int, where: str = "") -> None:
         self.url, self.sequences, self.retries, self.where = url.rstrip("/"), sequences, retries, where
@@ -77,7 +78,7 @@ class Endpoint:
         """
         try:
             found = self.loop.run_until_complete(self.once("GET", "/models"))
-            cards = {card["id"]: card for card in found["data"]}
+            cards = {str(card["id"]): card for card in found["data"]}
         except Again as error:
             raise UserError(f"{self.said} does not answer: {error}") from None
         except (KeyError, TypeError):
@@ -99,8 +100,8 @@ class Endpoint:
             except Again as error:
                 self.failures += 1
                 if attempt == self.retries:
-                    often = f"{attempt + 1} times ({self.where}retries={self.retries})"
-                    raise UserError(f"{self.said} failed {often}, the last time: {error}: run again to go on") from None
+                    often = f"{attempt + 1} times" + (f" ({self.where}retries={self.retries})" if self.advice else "")
+                    raise UserError(f"{self.said} failed {often}, the last time: {error}{self.advice}") from None
                 await asyncio.sleep(pause(attempt, error.after))
             attempt += 1
 

@@ -52,7 +52,7 @@ def logged(row: dict[str, Any]) -> dict[str, Any]:
     its reply. Any other row is returned as it is.
 
     Request and reply are under ``request`` and ``response``, or are the row itself; each may have a ``body``, as in OpenAI's batches. A
-    reply that ended because its tokens ran out gets the key ``CUT``. Raises BadRow where the request ends with another answer than the
+    reply that the target did not end itself gets the key ``CUT``. Raises BadRow where the request ends with another answer than the
     reply's.
     """
     request, reply = (_body(row[key] if isinstance(row.get(key), dict) else row) for key in ("request", "response"))
@@ -67,8 +67,15 @@ def logged(row: dict[str, Any]) -> dict[str, Any]:
             raise BadRow("its request ends with an assistant's message, and the reply says something else")
         asked = asked[:-1]
     tools = {"tools": request["tools"]} if "tools" in request else {}
-    cut = {CUT: True} if isinstance(first, dict) and first.get("finish_reason") == "length" else {}
+    cut = {CUT: True} if isinstance(first, dict) and _was_cut(first) else {}
     return {**row, **tools, "messages": [*asked, {"role": "assistant", **said, **cut}]}
+
+
+def _was_cut(choice: dict[str, Any]) -> bool:
+    """Whether something else than the target ended a choice: its tokens ran out, a filter, or a stop string (vLLM's ``stop_reason``, which
+    may also be the number of a token that ends answers).
+    """
+    return choice.get("finish_reason") in ("length", "content_filter", "abort") or isinstance(choice.get("stop_reason"), str)
 
 
 def _body(said: dict[str, Any]) -> dict[str, Any]:

@@ -115,19 +115,23 @@ class Template:
                         "a message has weight 0, and the template's {% generation %} tags do not show which text is that message's"
                     )
                 spans = [span for span, learn in zip(spans, learnt, strict=True) if learn]
-            return Talk(messages, text, self._ended(text, spans) if cut else spans)
+            return Talk(messages, text, self._ended(messages[-1], text, spans) if cut else spans)
         text, spans = _untagged(*how, self.added, since) if said else ("", [])
-        spans = self._ended(text, spans) if cut and spans else spans
+        spans = self._ended(messages[-1], text, spans) if cut and spans else spans
         if not spans:
             raise BadRow("the last question has no answer" if self.last else "the assistant says nothing in it")
         return Talk(messages, text, spans)
 
-    def _ended(self, text: str, spans: Spans) -> Spans:
-        """The spans, the last one without what the template adds to a message that was cut: the ends of its thought and of its turn."""
+    def _ended(self, message: dict[str, Any], text: str, spans: Spans) -> Spans:
+        """The spans, the last one without what the template adds to ``message``, which was cut: the ends of its thought and of its turn."""
         start, end = spans[-1]
-        said = text[start:end].rstrip()
-        while mark := next((mark for mark in self.added if mark and said.endswith(mark)), ""):
-            said = said.removesuffix(mark).rstrip()
+        said, content = text[start:end], message["content"].strip()
+        if content and content in said and not message.get("tool_calls"):
+            said = said[: said.rindex(content) + len(content)]
+        else:
+            said = said.rstrip()
+            while mark := next((mark for mark in self.added if mark and said.endswith(mark)), ""):
+                said = said.removesuffix(mark).rstrip()
         return [*spans[:-1], (start, start + len(said))] if said else spans[:-1]
 
 

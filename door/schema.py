@@ -208,7 +208,7 @@ class Diagnose(Door, Endpoint):
     count: Whole
     new_tokens: values.Enough
     temperature: AtLeast0
-    guesses: Whole | None
+    guesses: Annotated[int, Field(ge=1, le=64)] | None
 
     @model_validator(mode="after")
     def _asks_something(self) -> Diagnose:

@@ -84,12 +84,14 @@ class Endpoint:
             for each in jobs:
                 self.worker.submit(each)
             answers = [Answer(asked, i, self.target.tokenizer) for i in range(len(jobs))]
-            pieces = self._pieces(answers, jobs, events)
-            response = await (self._stream if asked.stream else self._whole)(request, asked, answers, pieces)
-            if self.record is not None and all(answer.ended for answer in answers):
-                reply = self._head(request, asked, "chat.completion") | {"choices": [answer.to_record() for answer in answers]}
-                await asyncio.to_thread(self.record.add, raw, reply | usage(asked, answers))
-            return response
+
+            def ended() -> None:
+                if self.record is not None:
+                    choices = {"choices": [answer.to_record() for answer in answers]}
+                    self.record.add(raw, self._head(request, asked, "chat.completion") | choices | usage(asked, answers))
+
+            pieces = self._pieces(answers, jobs, events, ended)
+            return await (self._stream if asked.stream else self._whole)(request, asked, answers, pieces)
         finally:
             self._leave(jobs)
 
@@ -117,7 +119,10 @@ class Endpoint:
         error.force_close()
         raise error
 
-    async def _pieces(self, answers: list[Answer], jobs: list[Job], events: asyncio.Queue[tuple[int, Event]]) -> Pieces:
+    async def _pieces(
+        self, answers: list[Answer], jobs: list[Job], events: asyncio.Queue[tuple[int, Event]], ended: Callable[[], object] = lambda: None
+    ) -> Pieces:
+        """The pieces by which the answers grow. ``ended`` is called before the last one: the client may leave with it."""
         left = len(answers)
         while left:
             index, event = await events.get()
@@ -132,6 +137,8 @@ class Endpoint:
             if answer.ended:
                 left -= 1
                 self._leave([jobs[index]])
+                if not left:
+                    ended()
             yield answer, piece
 
     async def _whole(self, request: web.Request, asked: Asked, answers: list[Answer], pieces: Pieces) -> web.StreamResponse:

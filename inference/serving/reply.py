@@ -32,6 +32,7 @@ class Answer:
         prompt, self.splitter = asked.prompts[index // asked.n], Splitter(asked.marks, asked.begun)
         self.reader, self.thinker = Reader(tokenizer, prompt, asked.stops, asked.min_tokens), Reader(tokenizer, prompt)
         self.text, self.thought, self.tokens, self.best = "", "", list[int](), list[Best | None]()
+        self.kept = ""  # the thought, also where it is not to be returned
         self.ended, self.begun = "", False
         self.place, self.offset = Reader(tokenizer, () if asked.echo else prompt), 0  # to find where a completion's next token begins
         self.echoed: int | None = None if asked.echo else 0  # tokens of the prompt that were returned; None: they are still to be returned
@@ -62,7 +63,7 @@ class Answer:
         text = self.reader.push(answer) + (self.reader.end() if ended else "")
         if self.reader.stopped:
             tokens, ended = tokens[: max(self.reader.count - before, 0)], "stop"
-        self.ended = ended
+        self.ended, self.kept = ended, self.kept + thought
         return Piece(text, thought if self.asked.thoughts else "", tokens, best[: len(tokens)])
 
     @property
@@ -72,15 +73,16 @@ class Answer:
 
     def whole(self) -> dict[str, Any]:
         """The choice as it stands in an answer that is not streamed."""
-        return self._choice(self._said(), Piece(self.text, self.thought, self.tokens, self.best))
+        return self._choice(self._said(self.thought), Piece(self.text, self.thought, self.tokens, self.best))
 
-    def _said(self) -> dict[str, Any]:
-        said = message_of(Piece(self.text, self.thought, [], []))
+    def _said(self, thought: str) -> dict[str, Any]:
+        said = message_of(Piece(self.text, thought, [], []))
         return {"message": {"role": "assistant"} | said} if self.asked.chat else {"text": self.text}
 
     def to_record(self) -> dict[str, Any]:
-        """The whole choice as the log of the endpoint has it: what was said and why it ended."""
-        return {"index": self.index} | self._said() | {"finish_reason": self.ended}
+        """The whole choice as the log of the endpoint has it: what was said, why it ended, and which stop string ended it, as vLLM says."""
+        reason = {"finish_reason": self.ended, "stop_reason": self.reader.by or None}
+        return {"index": self.index} | self._said(self.kept) | reason
 
     def part(self, piece: Piece) -> dict[str, Any] | None:
         """The choice as it stands in a stream's chunk; None where the chunk would be empty."""

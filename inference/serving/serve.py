@@ -60,6 +60,8 @@ def application(
         worker.thread.start()
         yield
         await asyncio.to_thread(worker.stop)
+        if record is not None:
+            await asyncio.to_thread(record.close)
 
     app = web.Application(client_max_size=max_body, middlewares=[here.guard])
     app.add_routes([web.post(COMPLETIONS, here.complete), web.post(CHAT, here.complete), web.get(MODELS, here.models)])

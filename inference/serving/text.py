@@ -210,7 +210,7 @@ class Reader:
     """Decodes new tokens piece by piece: no piece ends within a character, or within what may become a stop string.
 
     The pieces make up the same text however the tokens arrive, in runs or one at a time. When a stop string is complete, the text
-    ends before it, ``stopped`` is set, and ``count`` is the number of tokens up to the one that completed it.
+    ends before it, ``stopped`` is set, ``by`` is that string, and ``count`` the number of tokens up to the one that completed it.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int] = (), stops: Sequence[str] = (), least: int = 0) -> None:
@@ -219,7 +219,7 @@ class Reader:
         self.tokens = list(prompt[-CONTEXT:])
         self.start, self.clean = 0, len(self.tokens)  # token indices between two characters: where decoding begins; the last such one
         self.given = len(self._decoded().rstrip(HALF))  # characters of the decoded text that were given out
-        self.held, self.stopped, self.count = "", False, 0
+        self.held, self.stopped, self.by, self.count = "", False, "", 0
 
     def push(self, tokens: Sequence[int]) -> str:
         """Add tokens. Returns the text that is certain now and was not before."""
@@ -261,10 +261,10 @@ class Reader:
         text, self.held = self.held + fresh, ""
         if not self.stops:
             return text
-        found = [at for at in (text.find(stop) for stop in self.stops) if at >= 0] if self.count > self.least else []
+        found = [(at, stop) for stop in self.stops if (at := text.find(stop)) >= 0] if self.count > self.least else []
         if found:
-            self.stopped = True
-            return text[: min(found)]
+            self.stopped, (at, self.by) = True, min(found)
+            return text[:at]
         keep = max((n for stop in self.stops for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n])), default=0)
         self.held = text[len(text) - keep :]
         return text[: len(text) - keep]

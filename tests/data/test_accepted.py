@@ -73,7 +73,7 @@ class Vllm:
         self.asked.append(body)
         more = (float(len(self.tokens or ()) + self.others), 2.0, 2.0, 1.0)
         self.looked, self.next = 0, tuple(a + b for a, b in zip(self.sums, more, strict=True))
-        return {"choices": [{"text": "", "finish_reason": "length", "token_ids": self.tokens}]}
+        return {"choices": [{"text": "", "finish_reason": "length", "token_ids": self.tokens and list(self.tokens)}]}
 
     def metrics(self, body: dict[str, Any]) -> str:
         self.looked += 1
@@ -124,6 +124,8 @@ def test_sums_of_several_engines_are_added_up() -> None:
     text = 'a_total{engine="0",at="1"} 2.0\na_total{engine="1",at="1"} 3\na_total{engine="1",at="0"} 4e1\nb 7\na_total_more{at="1"} 9\n'
     assert summed(text, "a_total") == {"": 45.0} and summed(text, "a_total", "at") == {"1": 5.0, "0": 40.0}
     assert summed(text, "b") == {"": 7.0} and summed(text, "c") == {}
+    exemplar = 'a_total{at="1"} 5 # {trace="}"} 0.67 179589\n'
+    assert summed(exemplar, "a_total", "at") == {"1": 5.0}
     odd = 'a_total{at="}"} 3\na_total NaN\na_total +Inf\na_total -1\na_total x\na_total{at="1"} 2.5e+01 1795896011\n'
     assert summed(odd, "a_total") == {"": 28.0}
 
@@ -145,9 +147,10 @@ def test_sglang_tells_the_rounds_of_an_answer(where: str) -> None:
 
 
 def llama_cpp(timings: dict[str, Any]) -> dict[str, Handler]:
+    tokens = list(range(1, 1 + timings["predicted_n"]))
     return {
         "props": lambda body: {"default_generation_settings": {}},
-        "completion": lambda body: {"tokens": [1, 2, 3, 4, 5, 6], "timings": timings},
+        "completion": lambda body: {"tokens": tokens, "timings": timings},
     }
 
 
@@ -179,6 +182,9 @@ def test_an_engine_that_does_not_draft_is_told(paths: dict[str, Handler], words:
     ("vllm", "words"),
     [
         (Vllm(others=200), "answers others at the same time"),
+        (Vllm(others=3), "answers others at the same time"),
+        (Vllm(tokens=range(1, 8)), "7 tokens came where at most 6 were asked for"),
+        (Vllm(tokens=[1, 2]), "2 rounds are counted for 2 tokens: it does not draft, was restarted"),
         (Vllm(late=10**9), "its /metrics does not count the answer"),
         (Vllm(tokens=None), "vLLM answers without tokens and rounds"),
         (Vllm(tokens=[1, "2"]), "no list of tokens"),
@@ -188,6 +194,37 @@ def test_sums_that_are_not_an_answers_are_refused(vllm: Vllm, words: str, monkey
     monkeypatch.setattr(accepted, "LATE", 0.1)
     with pytest.raises(UserError, match=words), vllm.opened() as engine:
         engine.answer([3, 4], 6, [0])
+
+
+@pytest.mark.parametrize(
+    ("rounds", "words"),
+    [(0, "0 rounds are counted for 6 tokens"), (-3, "-3 rounds are counted"), (float("inf"), "answers without tokens and rounds")],
+)
+def test_rounds_that_cannot_be_are_refused(rounds: Any, words: str) -> None:
+    answer = {"output_ids": [1, 2, 3, 4, 5, 6], "meta_info": {"spec_verify_ct": rounds}}
+    about = {"speculative_algorithm": "EAGLE3", "speculative_num_draft_tokens": 4}
+    with engine_of(server_info=lambda body: about, generate=lambda body: answer) as engine, pytest.raises(UserError, match=words):
+        engine.answer([3, 4], 6, [0])
+
+
+def test_a_key_that_is_missing_and_a_failure_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(error: type[web.HTTPException]) -> Handler:
+        def answer(body: dict[str, Any]) -> Any:
+            raise error
+
+        return answer
+
+    with (
+        pytest.raises(UserError, match=r"/metrics wants a key \(status 401\): key=VARIABLE"),
+        engine_of(metrics=refused(web.HTTPUnauthorized)),
+    ):
+        pass
+    monkeypatch.setattr("headstart.data.endpoint.FIRST", 0.001)
+    vllm = Vllm()
+    monkeypatch.setattr(vllm, "complete", refused(web.HTTPServiceUnavailable))
+    with vllm.opened() as engine, pytest.raises(UserError) as caught:
+        engine.answer([3, 4], 6, [0])
+    assert str(caught.value).endswith("/v1 failed: status 503: 503: Service Unavailable"), "at once: it is not repeated"
 
 
 WORDS = [f"speculator={ROOT}/assets/tiny_eagle", f"target.path={ROOT}/assets/tiny", "target.dtype=float32", "target.device=cpu",

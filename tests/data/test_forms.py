@@ -96,11 +96,11 @@ def test_a_reply_that_was_cut_says_so(tmp_path: Path) -> None:
     speech = tokenizer(None, size=400)
     speech.chat_template = PREFIXES
     rows = []
-    for reason in ("length", "stop"):
-        choice = {"message": {"role": "assistant", "content": "2"}, "finish_reason": reason}
+    for reason, stop in (("length", None), ("stop", 7), ("stop", "\n"), ("content_filter", None)):
+        choice = {"message": {"role": "assistant", "content": "2"}, "finish_reason": reason, "stop_reason": stop}
         rows.append({"request": {"messages": TALK[:1]}, "response": {"choices": [choice]}})
-    assert [talk_of(row)[0][-1].get("cut") for row in rows] == [True, None]
-    cut, whole = in_memory(chat.Reader(speech), str(write(tmp_path / "log.jsonl", rows)), "", "", None)
+    assert [talk_of(row)[0][-1].get("cut") for row in rows] == [True, None, True, True]
+    cut, whole = in_memory(chat.Reader(speech), str(write(tmp_path / "log.jsonl", rows[:2])), "", "", None)
     assert [speech.decode(each.tokens[each.loss_mask]) for each in (cut, whole)] == ["2", "2<end>"]
 
 

@@ -292,3 +292,6 @@ def test_a_thought_that_was_cut_has_no_end_to_learn() -> None:
         "{% if add_generation_prompt %}{{ '<s>assistant' }}{% endif %}"
     )  # fmt: skip
     assert learnt(closed, talk) == ["<think>Let me"]
+    plain = closed.replace("<e><end>", " ###")
+    assert learnt(plain, [user("One?"), says("Let me", cut=True)]) == ["Let me"], "an end in plain words"
+    assert learnt(closed, [user("One?"), says("Look: <c>", cut=True)]) == ["Look: <c>"], "what it said is no end, though it looks like one"

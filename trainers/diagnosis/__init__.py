@@ -11,7 +11,7 @@ from headstart.trainers.diagnosis import serving, text, wiring
 from headstart.trainers.diagnosis.case import CURES as CURES
 from headstart.trainers.diagnosis.case import Case as Case
 from headstart.trainers.diagnosis.case import Finding as Finding
-from headstart.trainers.diagnosis.engine import engine
+from headstart.trainers.diagnosis.served import served
 
 FILE = "diagnosis.json"
 LOOKS = (
@@ -29,7 +29,7 @@ LOOKS = (
 
 def diagnose(case: Case) -> list[Finding]:
     """The findings of all checks: the surest first, those of a running engine last."""
-    return [finding for look in (*LOOKS, engine) for finding in look(case)]
+    return [finding for look in (*LOOKS, served) for finding in look(case)]
 
 
 def lines(findings: Sequence[Finding]) -> list[str]:

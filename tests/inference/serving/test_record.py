@@ -38,7 +38,7 @@ async def test_whole_and_streamed_replies_are_conversations(tmp_path_factory: py
     (said,) = whole["choices"]
     for row in (first, streamed):
         (choice,) = row["response"]["choices"]
-        assert choice == {"index": 0, "message": said["message"], "finish_reason": said["finish_reason"]}
+        assert choice == {"index": 0, "message": said["message"], "finish_reason": said["finish_reason"], "stop_reason": None}
         cut = {"cut": True} if said["finish_reason"] == "length" else {}
         assert talk_of(row) == ([*ASKED, {"role": "assistant", "content": said["message"]["content"]} | cut], None)
         assert row["response"]["usage"] == whole["usage"] and row["response"]["model"] == "toy"
@@ -47,25 +47,62 @@ async def test_whole_and_streamed_replies_are_conversations(tmp_path_factory: py
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
+@running
+async def test_a_stream_is_logged_though_its_client_leaves_with_the_end(tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("log") / "log.jsonl"
+    async with client(record=Record(str(path))) as it:
+        for _ in range(6):
+            async with it.post(CHAT, json={"messages": ASKED, "max_tokens": NEW, "temperature": 0, "stream": True}) as answer:
+                while b'finish_reason": "' not in await answer.content.readline():
+                    pass
+    assert len(rows(path)) == 6
+
+
+@running
+async def test_a_stop_string_is_told(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The target has not ended its turn there, so its end is not learnt."""
+    path = tmp_path_factory.mktemp("log") / "log.jsonl"
+    async with client(record=Record(str(path))) as it:
+        chat = {"messages": ASKED, "max_tokens": NEW, "temperature": 0}
+        said = (await (await it.post(CHAT, json=chat)).json())["choices"][0]["message"]["content"]
+        await it.post(CHAT, json=chat | {"stop": [said[3:5], "nowhere"]})
+    stopped = rows(path)[1]
+    assert stopped["response"]["choices"][0]["stop_reason"] == said[3:5] and talk_of(stopped)[0][-1]["cut"]
+
+
 def test_a_file_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "nowhere" / "log.jsonl"):
-        with pytest.raises(UserError, match=f"log={path} cannot be written"):
+    os.mkfifo(tmp_path / "pipe")
+    for path, why in (
+        (tmp_path, "cannot be written"), (tmp_path / "nowhere" / "log.jsonl", "cannot be written"), (tmp_path / "pipe", "is no ordinary"),
+        ("a\0b", "cannot be written"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=f"log={path} {why}"):
             Record(str(path))
 
 
+def test_a_line_that_a_kill_has_cut_is_not_continued(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"a": 1}\n{"b"')
+    for number in (2, 3):
+        kept = Record(str(path))
+        kept.add(b"%d" % number, {})
+        kept.close()
+    assert [line[:4] for line in path.read_text().splitlines()] == ['{"a"', '{"b"', '{"ti', '{"ti']
+
+
 def test_a_full_disk_costs_a_line_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    kept, write = Record(str(tmp_path / "log.jsonl")), os.write
-    kept.add(b'{"a": 1}', {})
-    monkeypatch.setattr(record.os, "write", lambda file, data: write(file, data[:5]))
-    kept.add(b'{"a": 2}', {})
+    write = os.write
 
     def full(file: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(record.os, "write", full)
-    kept.add(b'{"a": 3}', {})
+    ways = iter([write, lambda file, data: write(file, data[:5]), full, write])
+    monkeypatch.setattr(record.os, "write", lambda file, data: next(ways)(file, data))
+    kept = Record(str(tmp_path / "log.jsonl"))
+    for number in range(4):
+        kept.add(b"%d" % number, {})
+    kept.close()
     monkeypatch.setattr(record.os, "write", write)
-    kept.add(b'{"a": 4}', {})
     lines = (tmp_path / "log.jsonl").read_text().splitlines()
-    assert [json.loads(line)["request"]["a"] for line in (lines[0], *lines[2:])] == [1, 4] and len(lines) == 3 and len(lines[1]) == 5
+    assert [json.loads(line)["request"] for line in (lines[0], *lines[2:])] == [0, 3] and len(lines) == 3 and len(lines[1]) == 5
     assert [r.message.rpartition(": ")[2] for r in caplog.records] == ["the disk is full", "No space left on device"]

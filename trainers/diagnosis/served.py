@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import sqrt
-from statistics import mean, stdev
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ FEW = 3  # rounds: a smaller difference, over all texts, is no evidence
 NEAR = 0.25  # an alternative explains an engine whose rounds are at most this much as far from its own as from the drafter's
 
 
-def engine(case: Case) -> list[Finding]:
+def served(case: Case) -> list[Finding]:
     """At most one finding about the target of the engine, and at most one about its drafting."""
     told = _told(case)
     return [*_says(case, told), *_drafts(case, told)] if told else []
@@ -83,22 +82,23 @@ def _says(case: Case, told: Sequence[Told]) -> list[Finding]:
 def _drafts(case: Case, told: Sequence[Told]) -> list[Finding]:
     """Whether the engine's rounds are those of this drafter; if not, with which connection they would be."""
     here, there = _lengths(case, _walks(case, told))
-    own, tried = _far(here, there), list[tuple[float, str, float]]()
-    if own < FEW:
+    own, tried, parted = _far(here, there), list[tuple[float, str, float]](), apart(here, there)
+    if own < FEW or len(told) < 2:  # of a single text, half precision might be the cause
         return []
+    said = f"a round of a chain of {case.guesses} has {there.length:.2f} tokens there, and {here.length:.2f} here over the same texts"
+    if parted and there.rounds == there.tokens:
+        return [Finding.of("served", f"{said}: no guess was accepted there, or none was made")]
 
     def try_it(what: str, other: Case, states: Callable[[Told, int], Tensor] | None = None) -> None:
         found = _lengths(other, _walks(other, told, states))[0]
         tried.append((_far(found, there), what, found.length))
 
-    parted = apart(here, there)
     for guesses in range(1, min(LONGEST, case.drafter.max_depth or LONGEST) + 1) if parted else ():
         if guesses != case.guesses:
             try_it(f"in chains of {guesses}", replace(case, guesses=guesses))
     for other in others(case.target, case.drafter):
         with other.within():
             try_it(other.what, case, other.states)
-    said = f"a round of a chain of {case.guesses} has {there.length:.2f} tokens there, and {here.length:.2f} here over the same texts"
     distance, what, length = min(tried)
     if not parted and distance:
         return []
@@ -108,10 +108,14 @@ def _drafts(case: Case, told: Sequence[Told]) -> list[Finding]:
 
 
 def apart(here: Lengths, there: Lengths) -> bool:
-    """Whether the lengths differ by more than ``APART`` and beyond chance. Over one text only half precision leaves something to chance."""
-    off = [a - b for a, b in zip(there.rounds, here.rounds, strict=True)]
-    chance = SIGMAS * stdev(off) / sqrt(len(off)) if len(off) > 1 else 0.0
-    return abs(there.length - here.length) > APART * here.length and abs(mean(off)) > chance
+    """Whether the lengths differ by more than ``APART`` and beyond chance. Chance is what the texts differ by from a difference that is
+    proportional to their tokens; over one text there is none.
+    """
+    off, n = [a - b for a, b in zip(there.rounds, here.rounds, strict=True)], len(here.rounds)
+    slope = sum(off) / max(sum(here.tokens), 1)
+    left = sum((x - slope * tokens) ** 2 for x, tokens in zip(off, here.tokens, strict=True))
+    chance = SIGMAS * sqrt(n / (n - 1) * left) if n > 1 else 0.0
+    return abs(there.length - here.length) > APART * here.length and abs(sum(off)) > chance
 
 
 def _far(a: Lengths, b: Lengths) -> float:
