@@ -1,9 +1,9 @@
-"""What it saves to train several drafters from one pass of the target, where that pass costs eight times as much as a drafter's step.
+"""What it saves to train several drafters from one pass of the target, where that pass costs some eight times as much as a drafter's step.
 
     python benchmarks/one_pass.py        # a few minutes; adds to benchmarks/results/drafters.json
 
 The four drafters of conf/experiment/compare_quick.yaml train for a random target, with the steps of the training loop, on one CPU thread.
-The target has as many layers as it takes for that cost. All measurements take turns, in both directions; the fastest of ``--turns`` counts,
+The target has as many layers as that takes by a short measurement. All measurements take turns, in both directions; the fastest of ``--turns`` counts,
 in CPU seconds.
 
 - ``one_pass_over_sum``: a step of all four, over the target's pass plus the four's own steps (each timed alone, less the pass)
