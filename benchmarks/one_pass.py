@@ -3,8 +3,8 @@
     python benchmarks/one_pass.py        # a few minutes; adds to benchmarks/results/drafters.json
 
 The four drafters of conf/experiment/compare_quick.yaml train for a random target, with the steps of the training loop, on one CPU thread.
-The target has as many layers as that takes by a short measurement. All measurements take turns, in both directions; the fastest of ``--turns`` counts,
-in CPU seconds.
+The target has as many layers as that takes by a short measurement. All measurements take turns, in both directions; the fastest of
+``--turns`` counts, in CPU seconds.
 
 - ``one_pass_over_sum``: a step of all four, over the target's pass plus the four's own steps (each timed alone, less the pass)
 - ``separate_over_one_pass``: the four steps of separate runs, over the step of all four
