@@ -110,10 +110,11 @@ class Accepting(Endpoint):
         metrics = self._text("/metrics") or ""
         for engine, names in PUBLISHED.items():
             if summed(metrics, names.tokens):
+                if engine == OURS:
+                    return engine, self._of_ours(summed(metrics, "headstart_guesses"))
                 if not summed(metrics, names.rounds):
                     raise self._drafts_not(engine)
-                places = summed(metrics, names.accepted, names.place) if engine == "vLLM" else {}
-                return engine, len(places) or None
+                return engine, len(summed(metrics, names.accepted, names.place)) or None
         about = self._json("/server_info") or self._json("/get_server_info")  # by SGLang's newer and older versions
         if "speculative_algorithm" in about:
             if about["speculative_algorithm"] is None:
@@ -126,6 +127,13 @@ class Accepting(Endpoint):
         if "default_generation_settings" in self._json("/props"):
             return "llama.cpp", None
         raise UserError(f"{self.said}: no vLLM, SGLang, llama.cpp or `python -m inference serve`, whose accepted guesses can be counted")
+
+    def _of_ours(self, guesses: dict[str, float]) -> int:
+        if not guesses:
+            raise UserError(f"{self.said}: our endpoint drafts trees, or what pays, and chains are compared: start it with decode=chain")
+        if not guesses[""]:
+            raise self._drafts_not("endpoint")
+        return round(guesses[""])
 
     def _drafts_not(self, engine: str) -> UserError:
         return UserError(f"{self.said}: this {engine} does not draft: start it with the drafter, by the command of its model card")

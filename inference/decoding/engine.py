@@ -79,14 +79,14 @@ class Engine:
     def active(self) -> list[Row]:
         return [row for row in self.places if row is not None]
 
-    def _plan(self, load: int) -> TreePolicy | None:
+    def plan_for(self, load: int) -> TreePolicy | None:
         return next((p for size, p in self.plans.items() if load <= size), None)
 
     def warm_up(self) -> None:
         """Capture and measure rounds before the first sequence. Afterwards no graph is captured: all sequences would have to wait."""
         if self.rounds.graphs is not None or self.auto:
             self.run([[0]], new_tokens=2, sampling=[SamplingParams(rule=self.rule)], stop_ids=())  # makes the buffers that the graphs read
-            prepare_expected(self.rounds, self._plan)
+            prepare_expected(self.rounds, self.plan_for)
 
     def add_request(
         self,
@@ -149,7 +149,7 @@ class Engine:
         if rows:
             n = min(1 << (max(row.place for row in rows)).bit_length(), len(self.places))
             longest = max(len(row.prompt) + len(row.tokens) for row in rows) + self.rounds.path * (1 + len(self.pending))
-            plan = self._plan(len(self.active))
+            plan = self.plan_for(len(self.active))
             warp = LogitsWarper.over({k: v[:n] for k, v in self.rounds.warps.items()}, [row.sampling for row in rows])
             hold = any(row.stop and len(row.tokens) < row.sampling.min_tokens for row in rows)
             kind = Kind(n, self.rounds.padded_length(longest), plan if self.ready else None, plan is not None, likely_of(rows), hold)
@@ -235,7 +235,7 @@ class Engine:
         rows = self._next_to_read()
         if not rows:
             return []
-        drafts = self._plan(len(self.active)) is not None
+        drafts = self.plan_for(len(self.active)) is not None
         follow = self.drafter is not None and (drafts if rows[0].read == 0 else rows[0].follow)
         piece = min(max(len(row.prompt) - row.read for row in rows), CHUNK)
         pieces = [row.prompt[row.read : row.read + piece] for row in rows]
@@ -280,7 +280,7 @@ class Engine:
 
     def _share(self, row: Row, reading: list[Row]) -> bool:
         """Copy the longest beginning that another row has read. Returns True, copying nothing, where the row must wait for such a row."""
-        follows = self.drafter is not None and self._plan(len(self.active)) is not None
+        follows = self.drafter is not None and self.plan_for(len(self.active)) is not None
         wait, source, rows = shared_by(row, self.active, reading, follows)
         if source is not None:
             self.rounds.share(source.place, row.place, rows, follows)

@@ -56,6 +56,8 @@ class Endpoint:
     ) -> None:
         self.worker, self.target, self.name, self.limit, self.rule, self.defaults = worker, target, name, limit, rule, defaults
         self.most, self.patience, self.lock, self.record = sequences + queue, patience, lock, record
+        tree = worker.engine.plan_for(1)
+        self.guesses = [] if tree is not None and tree.kind != "chain" else [("", 0.0 if tree is None else tree.depth)]  # for the metrics
         self.inside: set[Job] = set()  # sequences that run or wait
         self.began = int(time.time())
         self.requests: Counter[tuple[str, int]] = Counter()  # path, status (499: the client left) -> how many
@@ -214,6 +216,7 @@ class Endpoint:
             ("tokens_total", "counter", "New tokens.", [("", sums["tokens"])]),
             ("target_passes_total", "counter", "Passes of the target after the prompt's, counted for each answer.", [("", passes)]),
             ("accepted_length", "gauge", "New tokens a target pass, its own counted.", [("", sums["pass_tokens"] / max(passes, 1))]),
+            ("guesses", "gauge", "Guesses of a chain, for one answer at a time; 0: none; not there: trees, or what pays.", self.guesses),
             ("accepted_total", "counter", "Passes that accepted a guess at this depth.", [(f'{{depth="{d}"}}', n) for d, n in drafts]),
             ("acceptance", "gauge", "Their share of all passes.", [(f'{{depth="{d}"}}', n / max(passes, 1)) for d, n in drafts]),
             ("engine_seconds_total", "counter", "Seconds the engine was at work.", [("", sums["seconds"])]),

@@ -95,7 +95,7 @@ def test_the_endpoint_here_counts_the_rounds_that_it_takes(target: Any) -> None:
     drafter, chain = make("eagle", target), TreePolicy("chain", depth=3)
     app = application(target, drafter, plans=chain, sequences=2, max_length=128, name="toy")
     with serving(app) as url, asking(url) as engine:
-        assert (engine.engine, engine.guesses) == ("Headstart", None)
+        assert (engine.engine, engine.guesses) == ("Headstart", 3)
         for prompt in PROMPTS:
             own = generate(target, Drafting(drafter), prompt, new_tokens=24, policy=chain)
             found = engine.answer(prompt, 24, target.stop_ids)
@@ -107,6 +107,26 @@ def test_the_endpoint_here_counts_the_rounds_that_it_takes(target: Any) -> None:
             assert same.answer(PROMPTS[0], 24, target.stop_ids)[:4] == engine.answer(PROMPTS[0], 24, target.stop_ids)[:4]
         with pytest.raises(UserError, match="our endpoint draws its guesses above temperature 0"):
             engine.answer(PROMPTS[0], 24, target.stop_ids, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("plans", "words"),
+    [(TreePolicy(depth=3, nodes=6), "drafts trees, or what pays, and chains are compared: start it with decode=chain"),
+     (None, "this endpoint does not draft: start it with the drafter")],
+)  # fmt: skip
+def test_the_endpoint_here_says_what_it_drafts(target: Any, plans: Any, words: str) -> None:
+    app = application(target, make("eagle", target), plans=plans, sequences=2, max_length=128, name="toy")
+    with serving(app) as url, pytest.raises(UserError, match=words), asking(url):
+        pass
+
+
+def test_an_engine_that_does_not_say_its_guesses_is_asked_to_be_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ask(tmp_path)
+    with serving(stand_in(**llama_cpp({"predicted_n": 6, "draft_n": 9, "draft_n_accepted": 2}))) as url:
+        assert call("inference", ["diagnose", *WORDS, f"url={url}"], tmp_path, monkeypatch) == 2
+    assert "llama.cpp does not say how many guesses a round has: give guesses=N" in capsys.readouterr().err
 
 
 def test_sums_are_read_before_and_after_an_answer() -> None:
@@ -245,9 +265,7 @@ def test_the_command_holds_the_served_length_beside_the_others(
     drafter = load_attached(ROOT / "assets" / "tiny_eagle", target)
     ask(tmp_path)
     with serving(application(target, drafter, plans=TreePolicy("chain", depth=4), sequences=1, max_length=128)) as url:
-        assert call("inference", ["diagnose", *WORDS, f"url={url}"], tmp_path, monkeypatch) == 2
-        assert "Headstart does not say how many guesses a round has: give guesses=N" in capsys.readouterr().err
-        assert call("inference", ["diagnose", *WORDS, f"url={url}", "guesses=4"], tmp_path, monkeypatch) == 0
+        assert call("inference", ["diagnose", *WORDS, f"url={url}"], tmp_path, monkeypatch) == 0
     said = capsys.readouterr().out
     assert "chain of 4 by Headstart at temperature 0: served " in said and "as many rounds in 3 of 3 answers" in said
     assert "THEY PART" not in said and "acceptance by depth, served: " in said and "none of the known causes was found" in said
