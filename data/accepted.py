@@ -69,7 +69,7 @@ class Accepting(Endpoint):
     Raises UserError if it cannot be reached, is none of the engines that are known here, or does not draft.
     """
 
-    advice = ""
+    advice, anew = "", True
 
     def __init__(self, url: str, model: str | None, key: str | None) -> None:
         self.root, self.seconds = url.rstrip("/").removesuffix("/v1"), 0.0

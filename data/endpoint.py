@@ -48,6 +48,7 @@ class Endpoint:
     """
 
     patience = ANSWER
+    anew = False  # whether each request has a connection of its own, for commands that ask seldom: servers close what is idle
     advice = ": run again to go on"  # after repeated failures; "" for commands that have nothing to go on with, and no ``retries``
 
     def __init__(self, url: str, model: str | None, key: str | None, *, sequences: int, retries: int, where: str = "") -> None:
@@ -69,7 +70,9 @@ class Endpoint:
 
     async def _open(self, headers: dict[str, str]) -> aiohttp.ClientSession:
         wait = aiohttp.ClientTimeout(total=self.patience, sock_connect=CONNECT)
-        return aiohttp.ClientSession(headers=headers, timeout=wait, connector=aiohttp.TCPConnector(limit=self.sequences))
+        return aiohttp.ClientSession(
+            headers=headers, timeout=wait, connector=aiohttp.TCPConnector(limit=self.sequences, force_close=self.anew)
+        )
 
     def _model(self, wanted: str | None) -> tuple[str, int | None]:
         """The model's name at the endpoint, and its context length in tokens (None if the endpoint does not report it).

@@ -136,6 +136,7 @@ def test_sums_are_read_before_and_after_an_answer() -> None:
         for _ in range(2):
             found = engine.answer([3, 4], 6, [0], 0.7)
             assert found._replace(seconds=0.0) == Answered([3, 4], [1, 2, 3, 4, 5, 6], 2, [2, 1], 0.0)
+        assert engine.session.connector is not None and engine.session.connector.force_close, "what is idle while we decode is closed"
     asked = {"prompt": [3, 4], "max_tokens": 6, "temperature": 0.7, "stop_token_ids": [0], "return_token_ids": True}
     assert len(vllm.asked) == 2 and asked.items() <= vllm.asked[0].items()
 
