@@ -31,7 +31,7 @@ _FIELD = re.compile(rf"""([\w\]]+)(?:\.get\(['"]|\.|\[['"])({"|".join(THOUGHTS)}
 _BLOCK = re.compile(r"""for\s+(\w+)\s+in\s+[\w\[\].'"-]*content\b""")  # a template's loop over the parts of a message's content
 _WRITTEN = (("<think>\n", "\n</think>\n\n"), ("[THINK]", "[/THINK]"))  # marks around thoughts in a text, as DeepSeek and Mistral write them
 
-CUT = "cut"  # key of a message that ends where its tokens ran out: the target did not end its turn there
+CUT = "cut"  # key of a message that something else has ended than the target: it would have gone on
 
 Spans = list[tuple[int, int]]  # characters of the rendered text
 Tools = list[Any] | None  # the tools that the assistant may call, as the row lists them

@@ -25,9 +25,8 @@ class Record:
         """Raises UserError if the file cannot be written, or is no ordinary file."""
         self.path, self.rows = path, SimpleQueue[bytes | None]()
         try:
-            self.file = os.open(
-                path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o600
-            )  # NONBLOCK: a pipe would wait for its reader
+            how = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK  # the last one because opening a pipe waits for who reads it
+            self.file = os.open(path, how, 0o600)
         except (OSError, ValueError) as error:
             raise UserError(f"log={path} cannot be written ({getattr(error, 'strerror', None) or error}): give another file") from None
         about = os.fstat(self.file)

@@ -172,9 +172,9 @@ def rotations(target: Target, drafter: Drafter) -> Iterator[tuple[str, Tensor]]:
     if found.shape == own.shape and not torch.allclose(found, own):
         yield "the target's rotation", own
     rope, sizes = drafter.shape.rope, (drafter.shape.head_dim, drafter.shape.max_positions)
-    plain = Rope({"rope_type": "default", "rope_theta": rope["rope_theta"]}, *sizes).frequencies
+    plain = Rope({"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}, *sizes).frequencies
     if found.shape == plain.shape and not torch.allclose(found, plain):
-        yield f"its base without the scaling ({rope['rope_type']})", plain
+        yield f"its base without the scaling ({rope.get('rope_type')})", plain
     for times in THETAS:
         yield f"{times:g} times the base (rope_theta)", found * times ** -(torch.arange(len(found)) / len(found))
 
